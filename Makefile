@@ -1,0 +1,75 @@
+# Each target runs exactly what CI runs. `make` alone lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# One thread a rank: two ranks on two cores must not fight over them.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help setup format lint types test test-unit test-upstream test-distributed test-e2e \
+	test-matrix demo bench patches lock dist clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+
+setup: $(STAMP) ## Make .venv with everything needed (once; seconds afterwards)
+
+# The interpreter's path goes to uv because uv does not see through pyenv's shims.
+$(STAMP): pyproject.toml constraints.txt scripts/find_python.sh
+	@python=$$(scripts/find_python.sh) || exit 1; \
+	echo "Python: $$python"; \
+	test -x $(BIN)/python || "$$python" -m venv $(VENV); \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv; \
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[dev]'
+	@touch $@
+
+format: setup ## Rewrite the sources in the project's style
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: setup ## Style and import rules; rewrites nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: setup ## Static types
+	$(BIN)/mypy
+
+test: lint types test-unit test-upstream test-distributed test-e2e ## All that CI runs
+
+test-unit: setup ## Pure logic, seconds
+	$(BIN)/pytest tests/unit
+
+test-upstream: setup ## Patch contracts against the installed Megatron
+	$(BIN)/pytest tests/upstream
+
+test-distributed: setup ## Spawned ranks over gloo
+	$(BIN)/pytest tests/distributed -m "not matrix"
+
+test-e2e: setup ## Real pretraining of a tiny GPT
+	$(BIN)/pytest tests/e2e -m "not matrix"
+
+test-matrix: setup ## The whole parity table (slow, outside CI)
+	$(BIN)/pytest tests/e2e -m matrix --timeout 3600
+
+demo: setup ## Real text, real Megatron, a layer that moves: static against balanced
+	$(BIN)/python scripts/demo.py
+
+bench: demo ## All benchmarks that write benchmarks/results
+
+patches: setup ## List and check the patches of Megatron
+	$(BIN)/dynmo patches list
+	$(BIN)/dynmo patches check
+
+lock: setup ## Pin the newest allowed versions in constraints.txt
+	$(BIN)/uv pip compile --quiet --upgrade --no-header --no-annotate --no-emit-index-url \
+		--no-emit-find-links --extra dev pyproject.toml -o constraints.txt
+
+dist: setup ## Wheel and sdist in dist/
+	$(BIN)/python -m build --installer uv
+
+clean: ## Remove what the targets made
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

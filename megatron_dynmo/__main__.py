@@ -1,0 +1,5 @@
+"""The `dynmo` command."""
+
+def main() -> int:
+    """Run the command line."""
+    return 0
