@@ -1,0 +1,16 @@
+"""Run real Megatron training on a machine without CUDA, over gloo.
+
+Nothing here is imported where a GPU is used. Everything that gives way is declared as a `PatchSpec`.
+"""
+
+from megatron_dynmo.patching import PatchSpec
+
+
+def cpu_specs() -> tuple[PatchSpec, ...]:
+    """Return every patch that a CPU run needs, in the order in which they apply."""
+    from megatron_dynmo.cpu.cuda_api import cuda_api_specs
+    from megatron_dynmo.cpu.factories import factory_specs
+    from megatron_dynmo.cpu.megatron_seams import seam_specs
+    from megatron_dynmo.cpu.tensor_types import tensor_type_specs
+
+    return factory_specs() + cuda_api_specs() + tensor_type_specs() + seam_specs()
