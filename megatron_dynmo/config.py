@@ -1,0 +1,245 @@
+"""DynMoConfig and the `--dynmo-*` flags, in Megatron's own kebab-case.
+
+Pure: read before torch or Megatron is imported, because the mode decides whether Megatron is
+patched at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_dynmo.errors import ConfigError
+
+PREFIX = "--dynmo-"
+
+
+def _flag(default: Any, help: str, **kwargs: Any) -> Any:
+    """Declare a config field together with its command line flag."""
+    return field(default=default, metadata={"help": help, "argparse": kwargs})
+
+
+def _auto_or_count(text: str) -> int | None:
+    """Parse 'auto' (None) or a whole number >= 1."""
+    if text == "auto":
+        return None
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be 'auto' or at least 1, got {text}")
+    return value
+
+
+def _count(text: str) -> int:
+    """Parse a whole number >= 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+def _non_negative(text: str) -> int:
+    """Parse a whole number >= 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+    return value
+
+
+def _percent(text: str) -> float:
+    """Parse a percentage >= 0."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a percentage >= 0, got {text}")
+    return value
+
+
+def _gigabytes(text: str) -> float:
+    """Parse a positive number of GB."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a positive number of GB, got {text}")
+    return value
+
+
+@dataclass(frozen=True)
+class ForcedMove:
+    """Move to exactly this layout after this iteration (tests, experiments).
+
+    Attributes:
+        iteration: 1-based count of completed iterations after which the move happens.
+        layout: Megatron layout string such as `Et*5|t*3L`.
+    """
+
+    iteration: int
+    layout: str
+
+
+def parse_forced_moves(text: str) -> tuple[ForcedMove, ...]:
+    """Parse `ITER:LAYOUT[;ITER:LAYOUT...]`.
+
+    Raises:
+        ConfigError: A piece is not ITER:LAYOUT, or iterations do not increase.
+    """
+    moves: list[ForcedMove] = []
+    for piece in filter(None, (part.strip() for part in text.split(";"))):
+        iteration, colon, layout = piece.partition(":")
+        if not colon or not iteration.strip().isdigit() or not layout.strip():
+            raise ConfigError(
+                f"--dynmo-force-layout: '{piece}' is not ITER:LAYOUT, for example '3:Et*5|t*3L'"
+            )
+        moves.append(ForcedMove(int(iteration), layout.strip()))
+    for earlier, later in zip(moves, moves[1:], strict=False):
+        if later.iteration <= earlier.iteration:
+            raise ConfigError(
+                f"--dynmo-force-layout: iterations must increase, "
+                f"but {later.iteration} follows {earlier.iteration}"
+            )
+    if moves and moves[0].iteration < 1:
+        raise ConfigError("--dynmo-force-layout: the first possible iteration is 1, got 0")
+    return tuple(moves)
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose mistakes are ConfigErrors instead of a process exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class DynMoConfig:
+    """All settings of megatron_dynmo; the defaults need no thought.
+
+    Every field is one `--dynmo-*` flag: `min_gain_pct` is `--dynmo-min-gain-pct`.
+    """
+
+    mode: str = _flag(
+        "balance",
+        "off: Megatron unpatched; observe: measure and advise; balance: move layers",
+        choices=["off", "observe", "balance"],
+    )
+    device: str = _flag(
+        "auto",
+        "auto: CPU over gloo where CUDA is absent; cuda: refuse to run without; cpu: run on CPU",
+        choices=["auto", "cuda", "cpu"],
+    )
+    balancer: str = _flag(
+        "partition",
+        "partition: exact min-max split; diffusion: neighbours hand over boundary layers",
+        choices=["partition", "diffusion"],
+    )
+    weight: str = _flag(
+        "time", "what a layer weighs in a split", choices=["time", "params", "memory"]
+    )
+    interval: int | None = _flag(
+        None,
+        "decide every N iterations instead of when the trigger says so",
+        type=_auto_or_count,
+        metavar="N",
+    )
+    window: int = _flag(3, "iterations measured per decision", type=_count, metavar="N")
+    cooldown: int | None = _flag(
+        None, "iterations to wait after a move", type=_auto_or_count, metavar="N"
+    )
+    min_gain_pct: float = _flag(
+        2.0, "predicted gain in percent below which nothing moves", type=_percent, metavar="X"
+    )
+    memory_cap_gb: float | None = _flag(
+        None,
+        "limit of parameters, optimizer state and activations per stage, in GB of 1e9 bytes "
+        "(default: the device's memory)",
+        type=_gigabytes,
+        metavar="X",
+    )
+    force_layout: str = _flag(
+        "",
+        "move to exactly this layout after an iteration: ITER:LAYOUT[;ITER:LAYOUT...]",
+        metavar="TEXT",
+    )
+    log_dir: str | None = _flag(None, "folder for events.jsonl", metavar="DIR")
+    digest_interval: int = _flag(
+        0,
+        "write a layout-independent digest of parameters and optimizer state every N iterations",
+        type=_non_negative,
+        metavar="N",
+    )
+    layer_rng: bool = _flag(
+        False,
+        "dropout streams by layer, micro-batch and iteration, so that dropout does not depend on "
+        "the layout",
+    )
+
+    def __post_init__(self) -> None:
+        parse_forced_moves(self.force_layout)
+        if self.force_layout and self.mode != "balance":
+            raise ConfigError(
+                f"--dynmo-force-layout moves layers, which --dynmo-mode {self.mode} does not; "
+                "use --dynmo-mode balance"
+            )
+        if self.log_dir is not None and Path(self.log_dir).is_file():
+            raise ConfigError(f"--dynmo-log-dir {self.log_dir} is a file, give a folder")
+
+    @property
+    def forced_moves(self) -> tuple[ForcedMove, ...]:
+        """The parsed `--dynmo-force-layout`."""
+        return parse_forced_moves(self.force_layout)
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add the `dynmo` argument group; usable as Megatron's extra_args_provider."""
+        group = parser.add_argument_group(
+            "dynmo", "dynamic load balancing: moves layers between pipeline stages while training"
+        )
+        for item in dataclasses.fields(DynMoConfig):
+            options = dict(item.metadata["argparse"])
+            if item.type == "bool":
+                options["action"] = "store_true"
+            group.add_argument(
+                PREFIX + item.name.replace("_", "-"),
+                dest="dynmo_" + item.name,
+                default=item.default,
+                help=item.metadata["help"],
+                **options,
+            )
+        return parser
+
+    @classmethod
+    def from_namespace(cls, args: argparse.Namespace) -> DynMoConfig:
+        """Read the `dynmo_*` attributes of parsed arguments."""
+        return cls(
+            **{item.name: getattr(args, "dynmo_" + item.name) for item in dataclasses.fields(cls)}
+        )
+
+    @classmethod
+    def from_argv(cls, argv: Sequence[str]) -> DynMoConfig:
+        """Read the `--dynmo-*` flags of a command line and ignore all others.
+
+        The flags may stand anywhere; of two equal ones the last wins.
+
+        Raises:
+            ConfigError: Unknown `--dynmo-*` flag (with a suggestion), or a bad value.
+        """
+        parser = _OneLineParser(add_help=False, allow_abbrev=False, prog="dynmo")
+        cls.add_arguments(parser)
+        known, rest = parser.parse_known_args(list(argv))
+        for text in rest:
+            if text == "--dynmo" or text.startswith(PREFIX):
+                raise ConfigError(unknown_flag_message(text.partition("=")[0]))
+        return cls.from_namespace(known)
+
+
+def flag_names() -> tuple[str, ...]:
+    """All `--dynmo-*` flags in the order of the config's fields."""
+    return tuple(PREFIX + f.name.replace("_", "-") for f in dataclasses.fields(DynMoConfig))
+
+
+def unknown_flag_message(flag: str) -> str:
+    """One line about an unknown flag, with the nearest real one when there is one."""
+    near = difflib.get_close_matches(flag, flag_names(), n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]}?" if near else "known: " + " ".join(flag_names())
+    return f"unknown flag {flag}; {hint}"
