@@ -1,0 +1,86 @@
+"""What both ways in share: read the flags, patch Megatron, answer mistakes in one line.
+
+Pure until `start` is called: imports neither torch nor Megatron. The training itself is started by
+`pretrain_gpt.py` and by `commands/run.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+from megatron_dynmo.config import DynMoConfig
+from megatron_dynmo.errors import BalanceError, ConfigError, DynMoError, LayoutError, PatchError
+
+EXIT_STATUS_WRONG_USE = 2
+
+# What a user can put right. A MigrationError is not among them: its traceback is wanted.
+_MISTAKES = (ConfigError, LayoutError, BalanceError, PatchError)
+
+
+def start(argv: Sequence[str]) -> DynMoConfig:
+    """Read the `--dynmo-*` flags and patch Megatron.
+
+    Call it before anything else imports Megatron, so that every later import sees the patches.
+
+    Args:
+        argv: The words after the program's name; flags of others are ignored.
+
+    Returns:
+        The settings in force.
+
+    Raises:
+        ConfigError: An unknown `--dynmo-*` flag or a bad value.
+        PatchError: Megatron does not look as the patches expect.
+    """
+    import megatron_dynmo
+
+    config = DynMoConfig.from_argv(argv)
+    megatron_dynmo.enable(config)
+    return config
+
+
+@contextlib.contextmanager
+def one_line_errors(*mistakes: type[DynMoError]) -> Iterator[None]:
+    """End the process with status 2 and one line on stderr when the user made a mistake.
+
+    Args:
+        *mistakes: The exception classes to answer so; by default those that a user can put right.
+            Any other exception passes.
+
+    Raises:
+        SystemExit: Status 2, in place of the mistake.
+
+    Collective:
+        None: every rank reads the same command line and so ends by itself.
+    """
+    answered = mistakes or _MISTAKES
+    try:
+        yield
+    except answered as error:
+        if _speaks(error):
+            print(f"dynmo: error: {one_line(error)}", file=sys.stderr, flush=True)
+        raise SystemExit(EXIT_STATUS_WRONG_USE) from None
+
+
+def one_line(error: Exception) -> str:
+    """Return the error's text with its lines joined into one."""
+    return "; ".join(filter(None, (line.strip() for line in str(error).splitlines())))
+
+
+def is_rank_0() -> bool:
+    """Whether this process is rank 0, or was not started by a launcher."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _speaks(error: Exception) -> bool:
+    """Whether this rank reports the error.
+
+    The command line is the same everywhere, so rank 0 speaks for all. What Megatron looks like is a
+    matter of each node, so there the first rank of each node speaks.
+    """
+    if is_rank_0():
+        return True
+    return isinstance(error, PatchError) and os.environ.get("LOCAL_RANK") == "0"
