@@ -1,0 +1,197 @@
+"""Optimizer state of one parameter: where Megatron keeps it, how to read it and put it back.
+
+Covers FP32Optimizer, Float16OptimizerWithFloat16Params and DistributedOptimizer inside a
+ChainedOptimizer. Source: megatron/core/optimizer/{optimizer,distrib_optimizer}.py@core_v0.19.2
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+MAIN = "main_param"  # roster key of the fp32 master copy
+
+
+@dataclass
+class ParamState:
+    """What the optimizer knows of one parameter on this rank.
+
+    Attributes:
+        tensors: `main_param` when the master copy has storage of its own, then the optimizer's
+            state tensors (`exp_avg`, `exp_avg_sq`, `step`, `momentum_buffer`, ...). Captured ones
+            are the optimizer's own; received ones belong to the receiver.
+        scalars: state values that are no tensors.
+        shard: [start, end) in the flattened parameter that this data-parallel rank holds; None
+            when it holds all of it.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+    shard: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a parameter's state lives: an inner torch optimizer and its key there."""
+
+    inner: torch.optim.Optimizer
+    main: torch.Tensor
+    shard: tuple[int, int] | None
+
+
+class StateCodec:
+    """Reads and writes per-parameter state of a ChainedOptimizer.
+
+    Build a new one after the optimizer was rebuilt; it holds references to what it found.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._slots: dict[torch.Tensor, _Slot] = {}
+        for member in optimizer.chained_optimizers:
+            if not getattr(member, "is_stub_optimizer", False):
+                self._slots.update(_slots_of(member))
+
+    def __contains__(self, param: torch.Tensor) -> bool:
+        """Whether this rank keeps state for the parameter."""
+        return param in self._slots
+
+    def capture(self, param: torch.nn.Parameter) -> ParamState | None:
+        """Return the state of a parameter, or None where this rank keeps none for it.
+
+        None means frozen, or another data-parallel rank's shard. No tensor is copied.
+        """
+        slot = self._slots.get(param)
+        if slot is None:
+            return None
+        state = ParamState(shard=slot.shard)
+        if slot.main.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
+            state.tensors[MAIN] = slot.main.detach()
+        for key, value in slot.inner.state.get(slot.main, {}).items():
+            if isinstance(value, torch.Tensor):
+                state.tensors[key] = value
+            else:
+                state.scalars[key] = value
+        return state
+
+    def install(self, param: torch.nn.Parameter, state: ParamState) -> None:
+        """Put a state back; its tensors other than the master belong to the optimizer afterwards.
+
+        Args:
+            param: parameter of a chunk that this optimizer was built for.
+            state: captured under the same shard range, on this rank or on its twin.
+        """
+        slot = self._slots[param]
+        assert slot.shard == state.shard, (
+            f"shard of {tuple(param.shape)} is {slot.shard}, the state is for {state.shard}"
+        )
+        tensors = dict(state.tensors)
+        main = tensors.pop(MAIN, None)
+        if main is not None:
+            with torch.no_grad():
+                slot.main.copy_(main.view_as(slot.main))
+        if tensors or state.scalars:
+            # Replaced as a whole: upstream's lazy initialisation must find it complete, with a
+            # `step` tensor of its own for every parameter.
+            slot.inner.state[slot.main] = {
+                **{key: _shaped(value, slot.main) for key, value in tensors.items()},
+                **state.scalars,
+            }
+
+
+def _shaped(value: torch.Tensor, main: torch.Tensor) -> torch.Tensor:
+    """Give a state tensor that is as large as the parameter the parameter's shape."""
+    return value.view_as(main) if value.numel() == main.numel() and value.dim() else value
+
+
+def _slots_of(member: Any) -> Iterator[tuple[torch.Tensor, _Slot]]:
+    inner = member.optimizer
+    if isinstance(member, DistributedOptimizer):
+        for param, (group, order) in member.model_param_group_index_map.items():
+            shard = member._get_model_param_range_map(param)["param"]
+            main = inner.param_groups[group]["params"][order]
+            yield param, _Slot(inner, main, (shard.start, shard.end))
+        return
+    if hasattr(member, "float16_groups"):
+        for models, mains in zip(
+            member.float16_groups, member.fp32_from_float16_groups, strict=True
+        ):
+            for param, main in zip(models, mains, strict=True):
+                yield param, _Slot(inner, main, None)
+        for group in member.fp32_from_fp32_groups:
+            for param in group:
+                yield param, _Slot(inner, param, None)
+        return
+    for group in inner.param_groups:
+        for param in group["params"]:
+            yield param, _Slot(inner, param, None)
+
+
+def rebuild_optimizer(optimizer: Any, model: Sequence[torch.nn.Module], args: Namespace) -> None:
+    """Make the optimizer fit the parameters the model holds now; per-parameter state is lost.
+
+    The object stays the same, since the training loop holds it: its contents are replaced.
+    Learning rates and other group settings, the grad scaler and the gradient-norm group flags are
+    carried over, because they do not depend on which layers a rank holds.
+
+    Args:
+        optimizer: Megatron's ChainedOptimizer.
+        model: Megatron's list of DDP-wrapped chunks, already rebuilt.
+        args: Megatron's arguments.
+
+    Collective:
+        All ranks of the world (Megatron aligns its parameter groups over it).
+    """
+    from megatron.training import training
+
+    old_members = optimizer.chained_optimizers
+    _, overrides = training.get_megatron_optimizer_config(args)
+    overrides = _with_mup(overrides, optimizer.config, model, args)
+    fresh = get_megatron_optimizer(
+        optimizer.config,
+        list(model),
+        config_overrides=overrides,
+        use_gloo_process_groups=args.use_gloo_process_groups,
+    )
+    assert len(fresh.chained_optimizers) == len(old_members)
+    for old, new in zip(old_members, fresh.chained_optimizers, strict=True):
+        _carry_over(old, new)
+    kept = {k: v for k, v in vars(optimizer).items() if k in ("step", "_has_grad_norm_group_cache")}
+    vars(optimizer).clear()
+    vars(optimizer).update(vars(fresh))
+    vars(optimizer).update(kept)
+
+
+def _with_mup(overrides: Any, config: Any, model: Sequence[torch.nn.Module], args: Any) -> Any:
+    """Add the learning-rate overrides of muP, as Megatron does when it sets up training."""
+    if not getattr(args, "use_mup", False):
+        return overrides
+    from megatron.core.utils import get_model_config
+    from megatron.training import training
+
+    mup = training.get_mup_config_overrides(
+        config=config,
+        mup_width_mult=get_model_config(model[0]).mup_width_mult,
+        optimizer_type=config.optimizer,
+    )
+    return {**(overrides or {}), **mup} if mup else overrides
+
+
+def _carry_over(old: Any, new: Any) -> None:
+    """Copy what belongs to the run, not to the parameters, from one member to its successor."""
+    if hasattr(old, "grad_scaler"):
+        new.grad_scaler = old.grad_scaler
+    if getattr(old, "_has_grad_norm_group_cache", None) is not None:
+        # Finding it out again is a collective that only rebuilt ranks would enter.
+        new._has_grad_norm_group_cache = dict(old._has_grad_norm_group_cache)
+    if new.optimizer is None or old.optimizer is None:
+        return
+    old_groups, new_groups = old.optimizer.param_groups, new.optimizer.param_groups
+    assert len(old_groups) == len(new_groups)
+    for old_group, new_group in zip(old_groups, new_groups, strict=True):
+        new_group.update({k: v for k, v in old_group.items() if k != "params"})

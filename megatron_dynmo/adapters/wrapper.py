@@ -1,0 +1,172 @@
+"""Megatron's DistributedDataParallel wrapper: one bucket per layer, and a rebuild in place.
+
+The wrapper's buffers, buckets and hooks are made for the parameters it saw when it was built.
+After a move it is initialised again on the same object, whose identity the training loop, the
+schedules and the optimizer hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.param_layout import PerBufferParamLayout
+
+LAYER_TAG = "dynmo_layer"  # attribute of a parameter: which layer object it belongs to
+
+
+def tag_layer(layer: torch.nn.Module) -> None:
+    """Mark a layer's parameters as one unit for bucketing; survives dtype casts of the module."""
+    tag = id(layer)
+    for parameter in layer.parameters():
+        setattr(parameter, LAYER_TAG, tag)
+
+
+def bucket_per_layer(original: Callable[..., PerBufferParamLayout]) -> Callable[..., Any]:
+    """Wrap a Megatron bucket planner so that no bucket spans two layers or splits one.
+
+    A layer's offsets inside its bucket, hence the shards of the distributed optimizer and the
+    order of additions in a reduction, then depend on the layer alone and not on its neighbours:
+    shards go rank to rank without re-cutting, and the numbers stay the same to the last bit.
+
+    Args:
+        original: `planner(params, bucket_size, ...)`; params in forward order.
+
+    Returns:
+        A planner of the same signature. Its bucket_size has no effect, because it differs
+        between pipeline stages.
+    """
+
+    def planner(
+        params: Sequence[torch.nn.Parameter], bucket_size: int | None, *args: Any, **kwargs: Any
+    ) -> PerBufferParamLayout:
+        # Forward order here; the planner itself goes backwards, so the last layer comes first.
+        runs = [list(run) for _, run in groupby(params, key=lambda p: getattr(p, LAYER_TAG, None))]
+        layouts = [original(run, None, *args, **kwargs) for run in reversed(runs)]
+        return _concatenate(layouts) if layouts else original(params, None, *args, **kwargs)
+
+    return planner
+
+
+def _concatenate(layouts: Sequence[PerBufferParamLayout]) -> PerBufferParamLayout:
+    """Put bucket layouts behind one another in one buffer."""
+    index_map: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
+    indices: list[tuple[int, int]] = []
+    unpadded: list[int] = []
+    offset = 0
+    for layout in layouts:
+        first_bucket = len(indices)
+        for param, (start, end, bucket) in layout.param_index_map.items():
+            index_map[param] = (start + offset, end + offset, bucket + first_bucket)
+        indices += [(start + offset, end + offset) for start, end in layout.bucket_indices]
+        unpadded += layout.per_bucket_numel_unpadded
+        offset = indices[-1][1]
+    return PerBufferParamLayout(
+        param_index_map=index_map,
+        bucket_indices=indices,
+        per_bucket_numel_unpadded=unpadded,
+        param_indices=layouts[0].param_indices,
+        num_optimizer_shards=layouts[0].num_optimizer_shards,
+    )
+
+
+def settle_parameters(model: Sequence[DistributedDataParallel]) -> list[bool]:
+    """Finish parameter gathers that overlap with the next forward, and take those hooks off.
+
+    Between two iterations `param.data` is stale under --overlap-param-gather until the next
+    forward gathers it.
+
+    Returns:
+        For each chunk, whether the hooks were on; hand it to `resume_hooks` or `rebuild`.
+
+    Collective:
+        All ranks of the data-parallel group.
+    """
+    were_on = []
+    for ddp in model:
+        on = bool(ddp.remove_forward_pre_hook_handles)
+        if on:
+            ddp.disable_forward_pre_hook(param_sync=True)
+        were_on.append(on)
+    return were_on
+
+
+def resume_hooks(model: Sequence[DistributedDataParallel], were_on: Sequence[bool]) -> None:
+    """Undo `settle_parameters` on wrappers that were not rebuilt."""
+    for ddp, on in zip(model, were_on, strict=True):
+        if on:
+            ddp.enable_forward_pre_hook()
+
+
+def rebuild(
+    ddp: DistributedDataParallel,
+    removed: Sequence[torch.nn.Parameter],
+    *,
+    disable_bucketing: bool,
+    hooks_on: bool,
+) -> None:
+    """Initialise a wrapper again for the parameters its module holds now.
+
+    Gradients are dropped: between two iterations they have been used already and Megatron zeroes
+    them before the next forward.
+
+    Args:
+        ddp: the wrapper; stays the same object.
+        removed: parameters that left the module; their gradient memory is released.
+        disable_bucketing: as Megatron passed it when it built the wrapper.
+        hooks_on: whether the parameter-gather hooks are to be on afterwards.
+    """
+    config, ddp_config, module = ddp.config, ddp.ddp_config, ddp.module
+    groups = getattr(module, "pg_collection", None)
+    was_training = ddp.training
+    # Gradient views pin the old buffers; without this the peak holds old and new together.
+    ddp.buffers, ddp.expert_parallel_buffers = [], []
+    ddp.bucket_groups, ddp.expert_parallel_bucket_groups = [], []
+    ddp.param_to_bucket_group, ddp.grad_accs, ddp.params_with_grad = {}, [], []
+    for param in (*module.parameters(), *removed):
+        param.grad = None
+        if hasattr(param, "main_grad"):
+            del param.main_grad
+    type(ddp).__init__(
+        ddp,
+        config,
+        ddp_config,
+        module,
+        disable_bucketing=disable_bucketing,
+        pg_collection=groups,
+        full_param_layout=_full_layout(ddp, ddp_config, module),
+    )
+    if ddp.use_forward_hook and not hooks_on:
+        ddp.disable_forward_pre_hook(param_sync=False)
+    ddp.train(was_training)
+
+
+def _full_layout(ddp: DistributedDataParallel, ddp_config: Any, module: torch.nn.Module) -> Any:
+    """Plan the buffers beforehand, as Megatron's model builder does."""
+    if not ddp_config.use_distributed_optimizer:
+        return None
+    return DistributedOptimizer.compute_full_param_layout(
+        [p for p in module.parameters() if p.requires_grad],
+        None,
+        ddp.intra_dp_cp_group.size(),
+        ddp_config,
+        expert_data_parallel_world_size=ddp.intra_expt_dp_group.size(),
+    )
+
+
+def disables_bucketing(model: Sequence[Any], chunk_index: int, args: Any) -> bool:
+    """Whether Megatron turns bucketing off for a chunk of its `model` list."""
+    return chunk_index > 0 or bool(getattr(args, "overlap_param_gather_with_optimizer_step", False))
+
+
+def buffer_bytes(model: Sequence[DistributedDataParallel]) -> Iterator[int]:
+    """Bytes of every gradient and parameter buffer that the wrappers hold."""
+    for ddp in model:
+        for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
+            for data in (buffer.grad_data, buffer.param_data):
+                if data is not None:
+                    yield data.numel() * data.element_size()
