@@ -31,6 +31,8 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
 
 def _one(tensor: torch.Tensor) -> int:
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if flat.storage_offset() % 4:
+        flat = flat.clone()  # a view as 32-bit words must start at a word
     whole = flat.numel() // 4 * 4
     total = 0
     words = flat[:whole].view(torch.int32)

@@ -122,6 +122,7 @@ class Transport:
                 for name, dtype, shape in manifest["tensors"]
             }
             problem = _mismatch(manifest["tensors"], into)
+            assert all(t.is_contiguous() for t in into.values())
             # The bytes are taken off the wire even when they do not fit: the peer is sending
             # them, and a half-read message would be taken for the start of the next one.
             for chunk in _chunks(_sized(manifest["tensors"]), self._chunk_bytes):

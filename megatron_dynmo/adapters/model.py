@@ -69,7 +69,8 @@ def chunks_of(model: Sequence[torch.nn.Module]) -> list[ModelChunk]:
 
 
 def _chunk_of(vp_stage: int, outer: torch.nn.Module) -> ModelChunk:
-    dtype, inner = None, outer
+    dtype: torch.dtype | None = None
+    inner: Any = outer
     while hasattr(inner, "module"):
         if isinstance(inner, Float16Module):
             dtype = torch.float16 if inner.fp16 else torch.bfloat16

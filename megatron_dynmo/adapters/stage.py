@@ -1,0 +1,273 @@
+"""One rank's side of a move, on Megatron's model, wrapper and optimizer."""
+
+from __future__ import annotations
+
+import io
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.training.async_utils import maybe_finalize_async_save
+
+from megatron_dynmo.adapters import model as models
+from megatron_dynmo.adapters import wrapper
+from megatron_dynmo.adapters.layout import install_layout, live_layout
+from megatron_dynmo.adapters.optimizer import ParamState, StateCodec, rebuild_optimizer
+from megatron_dynmo.adapters.topology import Topology
+from megatron_dynmo.checksum import checksum
+from megatron_dynmo.errors import ConservationError
+from megatron_dynmo.layout import LayerLayout
+from megatron_dynmo.migrator import unit_name
+from megatron_dynmo.plan import LayerMove, MigrationPlan
+from megatron_dynmo.transport import Parcel
+
+_EXTRA_STATE = "_extra_state"
+
+
+@dataclass
+class _Incoming:
+    """A layer on its way in: built, perhaps filled, not attached."""
+
+    layer: Any
+    parcel: Parcel | None = None
+
+
+@dataclass
+class _Pending:
+    """What a move has prepared on this rank and can still be dropped."""
+
+    hooks_on: list[bool] = field(default_factory=list)
+    incoming: dict[int, _Incoming] = field(default_factory=dict)
+
+
+class MegatronStage:
+    """Layers, wrapper and optimizer of this rank.
+
+    Args:
+        topology: this rank's place.
+        model: Megatron's `model` list.
+        optimizer: Megatron's ChainedOptimizer.
+        args: Megatron's arguments.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        model: Sequence[Any],
+        optimizer: Any,
+        args: Namespace,
+    ) -> None:
+        self._topology = topology
+        self._model = model
+        self._optimizer = optimizer
+        self._args = args
+        self.chunks = models.chunks_of(model)
+        self.config = models.model_config(model)
+        self._specs = models.decoder_layer_specs(self.chunks[0])
+        self._codec: StateCodec | None = None
+        self._pending = _Pending()
+
+    @property
+    def layout(self) -> LayerLayout:
+        """The layout in force, read from the live layers of the pipeline.
+
+        Collective:
+            All ranks of the pipeline group.
+        """
+        return live_layout(self._topology, self.chunks, self.config.num_layers, self.config)
+
+    def codec(self) -> StateCodec:
+        """Reader of the optimizer's state as it is now."""
+        if self._codec is None:
+            self._codec = StateCodec(self._optimizer)
+        return self._codec
+
+    # ---------------------------------------------------------------- one move, phase by phase
+
+    def prepare(self, plan: MigrationPlan) -> None:
+        """See `Stage.prepare`."""
+        self._pending = _Pending()
+        maybe_finalize_async_save(blocking=True)
+        self._codec = None
+        self._pending.hooks_on = wrapper.settle_parameters(self._model)
+        for move in plan.received_by(self._topology.pp_rank):
+            layer = models.build_layer(
+                self.chunks[move.dst_vp_stage],
+                self._specs[move.layer_number - 1],
+                move.layer_number,
+                self._topology.pp_rank,
+            )
+            wrapper.tag_layer(layer)
+            self._pending.incoming[move.layer_number] = _Incoming(layer)
+
+    def parcel(self, layer_number: int) -> Parcel:
+        """See `Stage.parcel`."""
+        layer = self._layers()[layer_number]
+        parcel = Parcel(unit_name(layer_number), _weights(layer))
+        for name, value in _extra_states(layer):
+            parcel.tensors[f"extra/{name}"] = value
+        parcel.values = {"requires_grad": {}, "shards": {}, "scalars": {}}
+        for name, param in layer.named_parameters():
+            parcel.values["requires_grad"][name] = param.requires_grad
+            state = self.codec().capture(param)
+            if state is not None:
+                parcel.values["shards"][name] = state.shard
+                parcel.values["scalars"][name] = state.scalars
+                for key, tensor in state.tensors.items():
+                    parcel.tensors[f"state/{name}/{key}"] = tensor
+        return parcel
+
+    def slots(self, move: LayerMove) -> Mapping[str, torch.Tensor]:
+        """See `Stage.slots`."""
+        return _weights(self._pending.incoming[move.layer_number].layer)
+
+    def accept(self, move: LayerMove, parcel: Parcel) -> None:
+        """See `Stage.accept`."""
+        incoming = self._pending.incoming[move.layer_number]
+        if move.is_local:
+            for name, target in _weights(incoming.layer).items():
+                target.copy_(parcel.tensors[name])
+        incoming.parcel = parcel
+        for name, param in incoming.layer.named_parameters():
+            param.requires_grad_(parcel.values["requires_grad"][name])
+
+    def rollback(self) -> None:
+        """See `Stage.rollback`."""
+        if self._pending.hooks_on:
+            wrapper.resume_hooks(self._model, self._pending.hooks_on)
+        self._pending = _Pending()
+
+    def commit(self, plan: MigrationPlan) -> None:
+        """See `Stage.commit`."""
+        pp_rank = self._topology.pp_rank
+        leaving = {move.layer_number for move in plan.sent_by(pp_rank)}
+        staying = self._staying_states(leaving)
+        removed = [p for n in leaving for p in self._layers()[n].parameters()]
+        arriving: dict[int, list[Any]] = {chunk.vp_stage: [] for chunk in self.chunks}
+        for move in plan.received_by(pp_rank):
+            arriving[move.dst_vp_stage].append(self._pending.incoming[move.layer_number].layer)
+        install_layout(plan.new, self.config, self._args)
+        hooks_on = self._pending.hooks_on
+        for index, chunk in enumerate(self.chunks):
+            kept = [layer for layer in chunk.layers if layer.layer_number not in leaving]
+            if len(kept) == len(chunk.layers) and not arriving[chunk.vp_stage]:
+                wrapper.resume_hooks([chunk.ddp], [hooks_on[index]])
+                continue
+            layers = sorted(kept + arriving[chunk.vp_stage], key=lambda la: la.layer_number)
+            models.set_layers(chunk, layers, self.config.num_layers)
+            wrapper.rebuild(
+                chunk.ddp,
+                removed,
+                disable_bucketing=wrapper.disables_bucketing(self._model, index, self._args),
+                hooks_on=hooks_on[index],
+            )
+        rebuild_optimizer(self._optimizer, self._model, self._args)
+        self._codec = None
+        for param, state in staying:
+            self.codec().install(param, state)
+        for incoming in self._pending.incoming.values():
+            self._install(incoming)
+        self._pending = _Pending()
+        torch.cuda.empty_cache()
+
+    def fingerprints(self) -> dict[str, int]:
+        """See `Stage.fingerprints`."""
+        found = {}
+        for number in self._layers():
+            parcel = self.parcel(number)
+            found[unit_name(number)] = checksum(t for _, t in sorted(parcel.tensors.items()))
+        found["embedding and output"] = checksum(
+            tensor for _, tensor in sorted(self._rest_tensors().items())
+        )
+        return found
+
+    def check_ownership(self, layout: LayerLayout) -> None:
+        """See `Stage.check_ownership`."""
+        found = self.layout
+        if found != layout:
+            raise ConservationError(f"the ranks hold {found}, the plan was {layout}")
+
+    # ---------------------------------------------------------------- the state of this rank
+
+    def _layers(self) -> dict[int, Any]:
+        return {layer.layer_number: layer for chunk in self.chunks for layer in chunk.layers}
+
+    def static_bytes(self) -> dict[int, int]:
+        """Bytes of parameters, buffers and optimizer state of each layer held here."""
+        return {number: self.parcel(number).num_bytes for number in self._layers()}
+
+    def _rest(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters of this rank that belong to no layer."""
+        in_layers = {p for layer in self._layers().values() for p in layer.parameters()}
+        for chunk in self.chunks:
+            for name, param in chunk.core.named_parameters():
+                if param not in in_layers:
+                    yield f"{chunk.vp_stage}/{name}", param
+
+    def _rest_tensors(self) -> dict[str, torch.Tensor]:
+        tensors = {}
+        for name, param in self._rest():
+            tensors[name] = param.detach()
+            state = self.codec().capture(param)
+            for key, tensor in (state.tensors if state else {}).items():
+                tensors[f"{name}/{key}"] = tensor
+        return tensors
+
+    def _staying_states(self, leaving: set[int]) -> list[tuple[torch.nn.Parameter, ParamState]]:
+        """State of every parameter that stays, before the optimizer forgets it."""
+        layers = self._layers()
+        params = [p for n in layers if n not in leaving for p in layers[n].parameters()]
+        params += [param for _, param in self._rest()]
+        captured = ((param, self.codec().capture(param)) for param in params)
+        return [(param, state) for param, state in captured if state is not None]
+
+    def _install(self, incoming: _Incoming) -> None:
+        """Give an attached layer the optimizer state that came with it."""
+        parcel = incoming.parcel
+        assert parcel is not None
+        for name, param in incoming.layer.named_parameters():
+            if name not in parcel.values["shards"]:
+                continue
+            prefix = f"state/{name}/"
+            shard = parcel.values["shards"][name]
+            state = ParamState(
+                tensors={
+                    key.removeprefix(prefix): tensor
+                    for key, tensor in parcel.tensors.items()
+                    if key.startswith(prefix)
+                },
+                scalars=dict(parcel.values["scalars"][name]),
+                shard=None if shard is None else (shard[0], shard[1]),
+            )
+            self.codec().install(param, state)
+        _set_extra_states(incoming.layer, parcel)
+
+
+def _weights(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers of a layer, by parcel name; live tensors."""
+    return {
+        f"weight/{name}": tensor.detach()
+        for name, tensor in layer.state_dict(keep_vars=True).items()
+        if not name.endswith(_EXTRA_STATE)
+    }
+
+
+def _extra_states(layer: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Extra state of modules (FP8 scales, say) as byte tensors; modules without any are left."""
+    for name, value in layer.state_dict().items():
+        if not name.endswith(_EXTRA_STATE) or value is None:
+            continue
+        if isinstance(value, io.BytesIO):
+            value = torch.frombuffer(bytearray(value.getvalue()), dtype=torch.uint8)
+        if isinstance(value, torch.Tensor) and value.numel():
+            yield name, value
+
+
+def _set_extra_states(layer: torch.nn.Module, parcel: Parcel) -> None:
+    modules = dict(layer.named_modules())
+    for key, value in parcel.tensors.items():
+        if key.startswith("extra/"):
+            owner = key.removeprefix("extra/").removesuffix(_EXTRA_STATE).rstrip(".")
+            modules[owner].set_extra_state(value)

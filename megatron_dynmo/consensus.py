@@ -1,0 +1,99 @@
+"""Agreement of all ranks: did everybody succeed, does everybody mean the same thing.
+
+Tier: torch. Only fixed-size tensors are exchanged; no pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+
+from megatron_dynmo.errors import DynMoError
+
+_TEXT_BYTES = 240
+
+
+class Consensus:
+    """Agreement over one group.
+
+    Args:
+        device: where the group's collectives take their tensors.
+        world: group that must agree; None for all ranks.
+        pipeline: group over which `total` adds; None for all ranks.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        world: dist.ProcessGroup | None = None,
+        pipeline: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._device = device
+        self._world = world
+        self._pipeline = pipeline
+
+    def failures(self, error: Exception | None) -> str:
+        """Return who failed and why, the same text on every rank; empty when nobody did.
+
+        Args:
+            error: what went wrong on this rank, or None.
+
+        Collective:
+            All ranks of the world group.
+        """
+        text = "" if error is None else _one_line(error)
+        mine = torch.zeros(1 + _TEXT_BYTES, dtype=torch.uint8)
+        mine[0] = error is not None
+        raw = text.encode()[:_TEXT_BYTES]
+        if raw:
+            mine[1 : 1 + len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        found = []
+        for rank, row in enumerate(self._gather(mine)):
+            if row[0]:
+                said = bytes(row[1:].tolist()).rstrip(b"\0").decode(errors="replace")
+                found.append(f"rank {rank}: {said}")
+        return "; ".join(found)
+
+    def require_same(self, text: str, what: str) -> None:
+        """Raise on every rank unless all ranks give the same text.
+
+        Collective:
+            All ranks of the world group.
+
+        Raises:
+            DynMoError: Names the ranks that differ from rank 0.
+        """
+        digest = torch.frombuffer(
+            bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8
+        )
+        rows = self._gather(digest)
+        differ = [rank for rank, row in enumerate(rows) if not torch.equal(row, rows[0])]
+        if differ:
+            raise DynMoError(
+                f"ranks disagree on the {what}: {differ} differ from rank 0. "
+                "All ranks must run the same versions with the same arguments"
+            )
+
+    def total(self, value: int) -> int:
+        """Sum of a number over the pipeline group.
+
+        Collective:
+            All ranks of the pipeline group.
+        """
+        tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
+        dist.all_reduce(tensor, group=self._pipeline)
+        return int(tensor.item())
+
+    def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        mine = mine.to(self._device)
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._world))]
+        dist.all_gather(rows, mine, group=self._world)
+        return [row.cpu() for row in rows]
+
+
+def _one_line(error: Exception) -> str:
+    name = type(error).__name__
+    lines = str(error).splitlines()
+    return f"{name}: {lines[0]}" if lines else name
