@@ -74,7 +74,7 @@ class _Edit:
         return self.place.get() is self.new
 
     def undo(self) -> None:
-        if self.was_own:
+        if self.was_own or not self.place.is_own:  # the latter: a module with computed attributes
             self.place.set(self.old)
         else:  # added by us, or inherited before
             self.place.delete()

@@ -97,6 +97,8 @@ def resolve(address: str) -> Binding:
             owner = getattr(owner, part)
         except AttributeError as error:
             raise SymbolNotFound(f"{module_name} has no {part}") from error
+    if not hasattr(owner, "__dict__"):
+        raise SymbolNotFound(f"{'.'.join(path)} is a {type(owner).__name__} without a namespace")
     return Binding(owner, attribute, address)
 
 

@@ -1,0 +1,521 @@
+"""The registry on a toy package: every binding shape, every order, every refusal."""
+
+import functools
+import importlib
+import itertools
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import FunctionType
+
+import packaging
+import pytest
+
+from megatron_dynmo import patching, symbols
+from megatron_dynmo.errors import PatchConflict, PatchError
+from megatron_dynmo.patching import MARKER, Kind, PatchSet, patched
+from tests.unit.toy_patches import SPECS, STEP, spec, wrap
+
+HERE = Path(__file__).parent
+EVENTS = ("import", "patch", "patch", "undo")
+ORDERS = sorted({" ".join(order) for order in itertools.permutations(EVENTS)})
+TOY_MODULES = ("toy_package", "toy_user", "toy_late")
+
+
+def forget_toys():
+    for name in list(sys.modules):
+        if name.partition(".")[0] in TOY_MODULES:
+            del sys.modules[name]
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """The toy package and its user, freshly imported."""
+    monkeypatch.syspath_prepend(str(HERE))
+    forget_toys()
+    user = importlib.import_module("toy_user")
+    importlib.import_module("toy_package.caller")
+    yield user
+    forget_toys()
+
+
+@pytest.fixture(autouse=True)
+def nothing_active():
+    yield
+    assert patching.active() is None
+
+
+def core():
+    return sys.modules["toy_package.core"]
+
+
+def namespaces():
+    """Every name in every toy module and class, by identity."""
+    owners = [m for name, m in sys.modules.items() if name.partition(".")[0] in TOY_MODULES]
+    owners += [core().Engine, core().Engine.Inner, core().Turbo, core().Clock]
+    owners += [sys.modules["toy_user"].Trainer]
+    return {
+        (repr(owner), name): id(value)
+        for owner in owners
+        for name, value in vars(owner).items()
+        # Setting any attribute renews these bookkeeping entries of a class.
+        if name not in ("__builtins__", "__dict__", "__weakref__")
+    }
+
+
+def refusal(*specs):
+    """Apply, expect one error and nothing changed, and return its text."""
+    before = namespaces()
+    patches = PatchSet(specs)
+    with pytest.raises(PatchError) as error:
+        patches.apply()
+    assert namespaces() == before
+    assert not patches.is_applied
+    assert len(patches.check()) > 0
+    return str(error.value)
+
+
+# Orders
+
+
+def test_all_orders_are_covered():
+    assert len(ORDERS) == 4 * 3  # four places for the import, three for the undo among the rest
+    for order in ORDERS:
+        assert sorted(order.split()) == sorted(EVENTS)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_order(order):
+    path = [HERE.parents[1], HERE, Path(packaging.__file__).parents[1]]
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import toy_patches; toy_patches.drive({order!r})"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == f"followed {order}\n", done.stderr
+
+
+# Apply and undo
+
+
+def test_every_shape_is_patched_and_restored(toy):
+    before = namespaces()
+    assert toy.observe() == toy.ORIGINAL
+    with patched(SPECS) as patches:
+        assert toy.observe() == toy.PATCHED
+        assert {record.state for record in patches.status()} == {"applied"}
+    assert toy.observe() == toy.ORIGINAL
+    assert namespaces() == before
+    assert {record.state for record in patches.status()} == {"not applied"}
+
+
+def test_descriptors_survive(toy):
+    with patched(SPECS):
+        raw = vars(core().Engine)
+        assert type(raw["scale"]) is staticmethod
+        assert type(raw["label"]) is classmethod
+        assert type(raw["size"]) is property and raw["size"].fset is not None
+
+
+def test_wrapper_looks_like_the_original(toy):
+    original = core().step
+    with patched([STEP]):
+        assert type(core().step) is FunctionType and core().step is not original
+        assert core().step.__wrapped__ is original
+        assert core().step.__name__ == "step" and core().step.__module__ == "toy_package.core"
+        assert vars(core().step)[MARKER] == "step"
+    assert MARKER not in vars(original)
+
+
+def test_same_set_again_changes_nothing(toy):
+    patches = PatchSet(SPECS)
+    patches.apply()
+    during = namespaces()
+    patches.apply()
+    assert namespaces() == during
+    assert patches.check() == []
+    patches.revert()
+    patches.revert()
+    assert toy.observe() == toy.ORIGINAL
+
+
+def test_target_is_imported_by_apply(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+    forget_toys()
+    with patched([STEP]):
+        assert core().step(4) == ("patched", 4)
+    forget_toys()
+
+
+def test_bindings_of_a_users_script_are_rebound_and_logged(toy, caplog):
+    with caplog.at_level(logging.INFO), patched([STEP]) as patches:
+        assert toy.my_step(4) == ("patched", 4)
+        places = {"toy_user:step", "toy_user:my_step", "toy_user:Trainer.hook"}
+        assert set(patches.status()[0].bindings) == {*STEP.bindings, *places}
+        assert all(f"{place} is rebound" in caplog.text for place in places)
+    assert toy.my_step(4) == 4
+
+
+def test_late_imports_are_restored(toy, tmp_path, monkeypatch):
+    (tmp_path / "toy_late.py").write_text(
+        "from toy_package.core import Clock as LateClock, Engine, LIMIT, backend, step as late\n"
+        "class Late:\n"
+        "    run = Engine.run\n"
+        "    scale = vars(Engine)['scale']\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with patched(SPECS):
+        late = importlib.import_module("toy_late")
+        assert late.late(4) == ("patched", 4)
+        assert late.LateClock().now() == 50
+    assert late.late is core().step
+    assert late.LateClock is core().Clock
+    assert late.backend is core().backend
+    assert late.Late.run is core().Engine.run
+    assert vars(late.Late)["scale"] is vars(core().Engine)["scale"]
+
+
+def test_an_object_that_others_hold_is_never_taken_for_ours(toy):
+    existing = core().Engine
+    with patched([spec("clock", "Clock", lambda _: existing, Kind.REPLACE,
+                       bindings=("toy_package:Clock",))]):  # fmt: skip
+        assert core().Clock is existing
+    assert core().Engine is toy.Engine is existing
+    assert core().Clock is not existing
+
+
+def test_factory_module_may_hold_the_original(toy, monkeypatch):
+    here = sys.modules[__name__]
+    monkeypatch.setattr(here, "held", core().step, raising=False)
+    with patched([replace(STEP, factory=lambda original: wrap(original))]):
+        assert here.held(4) == 4
+
+
+def test_builtin_in_a_class_does_not_become_a_method(toy):
+    core().Engine.count = core().total
+    with patched([spec("total", "total", bindings=("toy_package.core:Engine.count",))]):
+        assert core().Engine().count(3) == ("patched", 2)
+    assert vars(core().Engine)["count"] is core().total
+
+
+def test_inherited_attribute_is_patched_in_one_class_only(toy):
+    with patched([spec("turbo", "Turbo.run")]):
+        assert core().Turbo().run(4) == ("patched", 5)
+        assert core().Engine().run(4) == 5
+    assert "run" not in vars(core().Turbo)
+
+
+# Guards
+
+
+def test_renamed_parameter(toy):
+    text = refusal(replace(STEP, params=("step_number", "scale")))
+    assert "parameters differ: step (toy_package.core:step)" in text
+    assert "(step_number, scale)" in text and "(iteration, scale)" in text
+
+
+def test_params_of_a_builtin(toy):
+    class NoSignature:
+        __signature__ = "none"
+
+        def __call__(self):
+            pass
+
+    core().opaque = NoSignature()
+    assert "set params=None" in refusal(spec("opaque", "opaque", params=("value",)))
+
+
+def test_missing_symbol_and_module(toy):
+    text = refusal(
+        spec("gone", "gone"),
+        spec("gone-class", "Gone.run"),
+        replace(spec("gone-module", "x"), target="toy_package.gone:x"),
+        spec("nested", "LIMIT.real.nothing"),
+    )
+    for name in ("gone ", "gone-class ", "gone-module ", "nested "):
+        assert name in text
+    assert text.count("missing target") == 4
+    assert "toy_package.core has no Gone" in text
+    assert "No module named 'toy_package.gone'" in text
+
+
+def test_module_that_fails_to_import(toy, tmp_path, monkeypatch):
+    (tmp_path / "toy_late.py").write_text("raise RuntimeError('no CUDA here')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "no CUDA here" in refusal(replace(STEP, target="toy_late:step"))
+
+
+def test_unsupported_and_absent_distribution(toy):
+    text = refusal(
+        replace(STEP, requires="packaging<2"),
+        spec("total", "total", requires="no-such-distribution>=1"),
+    )
+    assert "expected: packaging<2" in text
+    assert "found:    no no-such-distribution" in text
+
+
+@pytest.mark.parametrize("version", ["0.19.2+a1b2c3d", "0.19.0", "0.19.9"])
+def test_version_is_compared_by_range(toy, monkeypatch, version):
+    monkeypatch.setattr(symbols, "installed_version", lambda _: version)
+    assert PatchSet([replace(STEP, requires="megatron-core>=0.19,<0.20")]).check() == []
+
+
+@pytest.mark.parametrize("version", ["0.18.9", "0.20.0", "0.20.0+a1b2c3d", None])
+def test_version_outside_the_range(toy, monkeypatch, version):
+    monkeypatch.setattr(symbols, "installed_version", lambda _: version)
+    text = refusal(replace(STEP, requires="megatron-core>=0.19,<0.20"))
+    assert "unsupported version" in text and (version or "no megatron-core") in text
+
+
+def test_undeclared_binding(toy):
+    text = refusal(replace(STEP, bindings=()))
+    assert "undeclared binding" in text
+    assert "toy_package:step" in text and "toy_package.caller:advance" in text
+    assert "undeclared binding" in refusal(spec("run", "Engine.run"))  # Engine.__call__ is it too
+
+
+def test_declared_binding_that_is_gone(toy):
+    stale = (*STEP.bindings, "toy_package.core:advance", "toy_package.core:Gone.step")
+    assert refusal(replace(STEP, bindings=stale)).count("missing binding") == 2
+
+
+def test_replace_needs_the_digest_of_this_version(toy, monkeypatch):
+    monkeypatch.setattr(symbols, "installed_version", lambda _: "20.1+local")
+    right = symbols.source_digest(core().step)
+    takeover = replace(STEP, kind=Kind.REPLACE, factory=lambda _: lambda iteration: 0)
+    assert "unknown digest" in refusal(takeover)
+    text = refusal(replace(takeover, digests={"20.0": right}))
+    assert "known: 20.0" in text and f'digests["20.1"] = "{right}"' in text
+    assert "digest differs" in refusal(replace(takeover, digests={"20.1": "0" * 64}))
+    with patched([replace(takeover, digests={"20.1": right})]):
+        assert core().step(4) == 0
+
+
+def test_digest_of_a_wrap_is_advice(toy, caplog):
+    version = packaging.__version__
+    with patched([replace(STEP, digests={version: "0" * 64})]):
+        assert core().step(4) == ("patched", 4)
+    assert "source of toy_package.core:step changed" in caplog.text
+
+
+def test_add_needs_a_free_name(toy):
+    text = refusal(spec("other", "other", lambda _: None, Kind.ADD))
+    assert "already there" in text and "toy_package.core.other" in text
+
+
+def test_all_problems_in_one_error(toy):
+    text = refusal(
+        replace(STEP, params=("a",), bindings=(), kind=Kind.REPLACE, requires="packaging>=20"),
+        spec("gone", "gone", requires="packaging<2"),
+        spec("total", "total", requires="packaging<2"),
+        spec("scale", "Engine.scale"),
+    )
+    assert text.startswith("6 problems; nothing was changed")
+    assert (
+        "unsupported version: gone (toy_package.core:gone), total (toy_package.core:total)" in text
+    )
+    for kind in ("parameters differ", "unknown digest", "undeclared binding", "missing target"):
+        assert text.count(kind) == 1
+    assert "Engine.scale" not in text
+
+
+def test_two_patches_of_one_object(toy):
+    alias = replace(
+        STEP, name="alias", target="toy_package:step", bindings=("toy_package.core:step",)
+    )
+    assert "claimed twice" in refusal(STEP, alias)
+
+
+@pytest.mark.parametrize("fields", [{"name": "again"}, {"target": "toy_package.core:again"}])
+def test_duplicates_raise(fields):
+    with pytest.raises(PatchError, match=r"more than one patch has the (name step|target toy)"):
+        PatchSet([STEP, replace(STEP, **fields)])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"name": "Not Kebab"},
+        {"target": "toy_package.core.step"},
+        {"bindings": ("toy_package",)},
+        {"seam_tried": " "},
+        {"requires": "packaging=>1"},
+        {"kind": Kind.ADD},
+    ],
+)
+def test_malformed_spec(fields):
+    with pytest.raises(PatchError):
+        replace(STEP, **fields)
+
+
+# Strangers
+
+
+def stranger_on_top(original):
+    @functools.wraps(original)
+    def intruder(*args, **kwargs):
+        return ("stranger", original(*args, **kwargs))
+
+    return intruder
+
+
+def test_stranger_before_us(toy):
+    ours = core().step
+    core().step = stranger_on_top(ours)
+    text = refusal(replace(STEP, bindings=(), scan=("nothing",)))
+    assert "changed by a stranger" in text and "stranger_on_top.<locals>.intruder" in text
+    text = refusal(STEP)  # the other bindings no longer hold the same object
+    assert text.count("changed by a stranger") == 3
+
+
+def test_our_own_patch_of_another_set(toy):
+    with patched([STEP]):
+        other = PatchSet([replace(STEP, name="other")])
+        with pytest.raises(PatchError, match="patch step of megatron_dynmo"):
+            other.apply()
+
+
+@pytest.mark.parametrize("place", ["core", "caller", "user", "late class"])
+def test_overlay_is_refused_and_nothing_changes(toy, place):
+    patches = PatchSet(SPECS)
+    patches.apply()
+    owner, name = {
+        "core": (core(), "step"),
+        "caller": (sys.modules["toy_package.caller"], "advance"),
+        "user": (toy, "my_step"),
+        "late class": (core().Engine, "scale"),
+    }[place]
+    ours = vars(owner)[name]
+    setattr(owner, name, stranger_on_top(ours))
+    during = namespaces()
+    with pytest.raises(PatchConflict, match=r"stranger_on_top\.<locals>\.intruder"):
+        patches.revert()
+    assert namespaces() == during
+    assert len(patches.check()) == 1
+    assert [record.state for record in patches.status()].count("overlaid") == 1
+    setattr(owner, name, ours)
+    patches.revert()
+    assert toy.observe() == toy.ORIGINAL
+
+
+def test_removed_attribute_is_a_conflict(toy):
+    patches = PatchSet([spec("turbo", "Turbo.run")])
+    patches.apply()
+    ours = vars(core().Turbo)["run"]
+    del core().Turbo.run
+    with pytest.raises(PatchConflict, match=r"Turbo\.run"):
+        patches.revert()
+    core().Turbo.run = ours
+    patches.revert()
+
+
+# All or nothing
+
+
+def test_factory_failures_change_nothing(toy):
+    def broken(original):
+        raise KeyError("flag")
+
+    shared = wrap(core().step)
+    before = namespaces()
+    with pytest.raises(PatchError) as error:
+        PatchSet(
+            [
+                STEP,
+                spec("broken", "Engine.scale", broken),
+                spec("same", "Engine.label", lambda original: original),
+                spec("one", "Engine.measure", lambda _: shared),
+                spec("two", "Turbo.run", lambda _: shared),
+            ]
+        ).apply()
+    assert namespaces() == before
+    for part in ("KeyError: 'flag'", "the original itself", "the function of one"):
+        assert part in str(error.value)
+
+
+def test_attribute_that_cannot_be_set_rolls_back(toy):
+    before = namespaces()
+    sealed = replace(spec("sealed", "x"), target="builtins:int.bit_length", scan=("toy_package",))
+    patches = PatchSet([*SPECS, sealed])
+    with pytest.raises(PatchError, match=r"int\.bit_length cannot be set, nothing was changed"):
+        patches.apply()
+    assert namespaces() == before
+    assert toy.observe() == toy.ORIGINAL
+    assert not patches.is_applied
+
+
+# State, lists and digests
+
+
+def test_active_set(toy):
+    patches = PatchSet(SPECS)
+    assert patching.active() is None and patches.controller is None
+    assert patching.activate(patches) is patches is patching.active()
+    assert patching.activate(PatchSet(SPECS)) is patches
+    with pytest.raises(PatchError, match="active already"):
+        patching.activate(PatchSet([STEP]))
+    patching.deactivate()
+    patching.deactivate()
+    assert patching.active() is None
+    assert toy.observe() == toy.ORIGINAL
+
+
+def test_conflict_leaves_the_set_active(toy):
+    patches = patching.activate(PatchSet([STEP]))
+    ours, core().step = core().step, None
+    with pytest.raises(PatchConflict):
+        patching.deactivate()
+    assert patching.active() is patches
+    core().step = ours
+    patching.deactivate()
+
+
+def test_patched_restores_after_an_error_and_nests(toy):
+    with pytest.raises(ZeroDivisionError), patched([STEP]) as outer:
+        with patched([spec("scale", "Engine.scale")]) as inner:
+            assert patching.active() is inner
+        assert patching.active() is outer
+        _ = 1 / 0
+    assert toy.observe() == toy.ORIGINAL
+
+
+def test_digest_tells_different_sets_and_sources_apart(toy):
+    patches = PatchSet([STEP])
+    unpatched = patches.digest()
+    seen = [unpatched]
+    for specs in ([STEP], SPECS, [replace(STEP, name="renamed")]):
+        with patched(specs) as patches:
+            seen.append(patches.digest())
+    assert len(set(seen)) == 4
+    with patched([STEP]) as patches:
+        assert patches.digest() == seen[1]
+    core().step.__code__ = core().other.__code__
+    with patched([replace(STEP, params=None)]) as patches:
+        assert patches.digest() not in seen
+
+
+def test_one_pass_over_the_modules_for_all_patches(toy, monkeypatch):
+    passes = []
+    scan = symbols.scan
+    monkeypatch.setattr(symbols, "scan", lambda wanted: passes.append(1) or scan(wanted))
+    patches = PatchSet(SPECS)
+    patches.check()
+    assert len(passes) == 1
+    patches.apply()
+    assert len(passes) == 3  # the originals before, our own objects after
+    patches.revert()
+    assert len(passes) == 4
+
+
+def test_the_registry_needs_neither_torch_nor_megatron():
+    code = (
+        "import sys, megatron_dynmo.patching as p;"
+        "print(sorted({'torch', 'megatron', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
