@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from megatron_dynmo import symbols
+from megatron_dynmo.errors import PatchError
 from megatron_dynmo.patch_spec import Kind, PatchSpec, Problem
 from megatron_dynmo.symbols import MISSING, Binding
 
@@ -89,6 +90,29 @@ def digest_key(spec: PatchSpec, versions: Versions = symbols.installed_version) 
     """
     version = versions(Requirement(spec.requires).name)
     return Version(version).public if version else None
+
+
+def target_digest(spec: PatchSpec) -> tuple[str, str] | None:
+    """Return what to write into `PatchSpec.digests` for the version installed.
+
+    Returns:
+        Version and sha256 of the target's source, or None if it has no source of its own: an
+        ADD, a C builtin, a value.
+
+    Raises:
+        PatchError: The target or the distribution is not there.
+    """
+    if spec.kind is Kind.ADD:
+        return None
+    key = digest_key(spec)
+    try:
+        raw = symbols.resolve(spec.target).get()
+    except symbols.SymbolNotFound as error:
+        raise PatchError(f"patch {spec.name}: {error}") from error
+    if raw is MISSING or key is None:
+        raise PatchError(f"patch {spec.name}: no {spec.target if key else spec.requires} here")
+    digest = symbols.source_digest(symbols.function_of(raw))
+    return (key, digest) if digest else None
 
 
 def _existence_problem(spec: PatchSpec, found: str) -> Problem:
