@@ -1,0 +1,45 @@
+"""The monkey-patches of Megatron, declared as data; behaviour is in adapters and the controller.
+
+Imported only by `megatron_dynmo.enable` and by `dynmo patches`.
+"""
+
+from __future__ import annotations
+
+from megatron_dynmo.config import DynMoConfig
+from megatron_dynmo.patch_spec import PatchSpec
+
+
+def all_specs() -> tuple[PatchSpec, ...]:
+    """Return every patch of Megatron that some configuration applies, the CPU layer's last."""
+    from megatron_dynmo.cpu import cpu_specs
+    from megatron_dynmo.patches import buckets, checkpoint_fixes, numerics, schedules, training
+
+    return (
+        *training.specs(),
+        *schedules.specs(),
+        *buckets.specs(),
+        *numerics.specs(),
+        *checkpoint_fixes.specs(),
+        *cpu_specs(),
+    )
+
+
+def specs_for(config: DynMoConfig, *, on_cpu: bool) -> tuple[PatchSpec, ...]:
+    """Return the patches that one configuration applies.
+
+    Args:
+        config: the settings; mode `off` patches nothing of ours.
+        on_cpu: whether the run is to do without CUDA, which needs the CPU layer in every mode.
+    """
+    from megatron_dynmo.patches import buckets, checkpoint_fixes, numerics, schedules, training
+
+    chosen: tuple[PatchSpec, ...] = ()
+    if config.mode != "off":
+        chosen += training.specs() + schedules.specs()
+    if config.mode == "balance":
+        chosen += buckets.specs() + numerics.specs()
+    if on_cpu:
+        from megatron_dynmo.cpu import cpu_specs
+
+        chosen += checkpoint_fixes.specs() + cpu_specs()
+    return chosen

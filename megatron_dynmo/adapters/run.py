@@ -1,0 +1,132 @@
+"""MegatronRun: what the controller asks of a training run, answered from Megatron's globals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
+
+from megatron_dynmo.adapters import support
+from megatron_dynmo.adapters.stage import MegatronStage
+from megatron_dynmo.adapters.topology import Topology
+from megatron_dynmo.config import DynMoConfig
+from megatron_dynmo.errors import MigrationError
+from megatron_dynmo.layout import LayerLayout
+from megatron_dynmo.profiler import ChunkModules
+
+
+class MegatronRun:
+    """One training run as the controller sees it.
+
+    Args:
+        model: Megatron's `model` list.
+        optimizer: Megatron's ChainedOptimizer; None when nothing is trained.
+    """
+
+    def __init__(self, model: Sequence[Any], optimizer: Any) -> None:
+        self.args = get_args()
+        self.topology = Topology.of_this_rank()
+        self.model = model
+        self.optimizer = optimizer
+        self.stage = MegatronStage(self.topology, model, optimizer, self.args)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the model."""
+        return int(self.args.num_layers)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of the current iteration."""
+        return int(get_num_microbatches())
+
+    @property
+    def train_iters(self) -> int:
+        """Iteration at which training ends."""
+        return int(self.args.train_iters or 0)
+
+    @property
+    def first_iteration(self) -> int:
+        """Iterations completed before this process began."""
+        return int(self.args.iteration)
+
+    @property
+    def log_interval(self) -> int:
+        """Iterations between two of Megatron's log lines."""
+        return int(self.args.log_interval)
+
+    @property
+    def seed(self) -> int:
+        """Megatron's --seed."""
+        return int(self.args.seed)
+
+    @property
+    def tokens_per_iteration(self) -> int:
+        """Tokens that one iteration trains on, over all data-parallel ranks."""
+        args = self.args
+        samples = self.num_microbatches * args.micro_batch_size * args.data_parallel_size
+        return int(samples * args.seq_length)
+
+    def check_movable(self, config: DynMoConfig) -> None:
+        """Refuse a model whose layers cannot be moved, now that it is known whole.
+
+        Raises:
+            ConfigError: Names the features and the remedy.
+            LayoutError: A forced layout does not fit the model.
+        """
+        support.require_movable(self.args)
+        for move in config.forced_moves:
+            self.check_layout(self.parse_layout(move.layout))
+
+    def parse_layout(self, text: str) -> LayerLayout:
+        """Read a Megatron layout string for this run.
+
+        Raises:
+            LayoutError: It is not legal for this model and pipeline.
+        """
+        return LayerLayout.from_megatron(
+            text, num_layers=self.num_layers, num_stages=self.topology.pp_size
+        )
+
+    def check_layout(self, new: LayerLayout) -> None:
+        """Refuse a layout that this model cannot reach by moving layers.
+
+        Raises:
+            MigrationError: It would move the layer that the MTP block hangs on.
+        """
+        now = self.stage.layout
+        if now.mtp_num_layers and new.owner_of(now.num_layers) != now.owner_of(now.num_layers):
+            raise MigrationError(
+                f"the layout {new} moves layer {now.num_layers}, the last one, which the final "
+                "layer norm and the multi-token-prediction block hang on; keep it on "
+                f"(pp_rank, vp_stage) {now.owner_of(now.num_layers)}"
+            )
+
+    def chunk_modules(self) -> list[ChunkModules]:
+        """Modules of this rank for the profiler, by chunk."""
+        return [
+            ChunkModules(
+                vp_stage=chunk.vp_stage,
+                layers=tuple((layer.layer_number, layer) for layer in chunk.layers),
+                embedding=getattr(chunk.core, "embedding", None),
+                output=getattr(chunk.core, "output_layer", None),
+            )
+            for chunk in self.stage.chunks
+        ]
+
+    def writers(self) -> list[Any]:
+        """TensorBoard and W&B writers; empty except on the rank that has them."""
+        return [w for w in (get_tensorboard_writer(), get_wandb_writer()) if w is not None]
+
+    @property
+    def is_writer_rank(self) -> bool:
+        """Whether Megatron gave this rank its TensorBoard and W&B writers: the last of the world."""
+        return self.topology.rank == self.topology.world_size - 1
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank's parameters and collectives."""
+        return self.topology.device
