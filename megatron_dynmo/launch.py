@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.errors import BalanceError, ConfigError, DynMoError, LayoutError, PatchError
 
 EXIT_STATUS_WRONG_USE = 2
+
+# How long a silent rank waits for rank 0, which may still be importing.
+_GRACE_S = 10.0
 
 # What a user can put right. A MigrationError is not among them: its traceback is wanted.
 _MISTAKES = (ConfigError, LayoutError, BalanceError, PatchError)
@@ -54,7 +59,8 @@ def one_line_errors(*mistakes: type[DynMoError]) -> Iterator[None]:
         SystemExit: Status 2, in place of the mistake.
 
     Collective:
-        None: every rank reads the same command line and so ends by itself.
+        None: every rank reads the same command line and so ends by itself, those that stay silent
+        last.
     """
     answered = mistakes or _MISTAKES
     try:
@@ -62,12 +68,28 @@ def one_line_errors(*mistakes: type[DynMoError]) -> Iterator[None]:
     except answered as error:
         if _speaks(error):
             print(f"dynmo: error: {one_line(error)}", file=sys.stderr, flush=True)
+        else:
+            _leave_last()
         raise SystemExit(EXIT_STATUS_WRONG_USE) from None
+
+
+def _leave_last() -> None:
+    """Wait until the launcher ends the job, or for the grace period.
+
+    A launcher ends all ranks as soon as one has left, so a rank that left first could silence the
+    one that has something to say.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    job_ends = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: job_ends.set())
+    job_ends.wait(_GRACE_S)
 
 
 def one_line(error: Exception) -> str:
     """Return the error's text with its lines joined into one."""
-    return "; ".join(filter(None, (line.strip() for line in str(error).splitlines())))
+    lines = filter(None, (line.strip() for line in str(error).splitlines()))
+    return "; ".join(lines).replace(":; ", ": ")
 
 
 def is_rank_0() -> bool:
