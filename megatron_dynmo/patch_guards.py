@@ -220,7 +220,6 @@ def _add_undeclared(targets: list[Target]) -> list[Problem]:
             if any(f"{module_name}.".startswith(f"{name}.") for name in target.spec.scan):
                 undeclared[target.spec.name].append(place.label)
             else:
-                logger.info("%s: %s is rebound too", target.spec.name, place.label)
                 target.places.append(place)
     return [
         Problem(

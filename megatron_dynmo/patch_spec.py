@@ -71,7 +71,7 @@ class PatchSpec:
     def __post_init__(self) -> None:
         if not _KEBAB.fullmatch(self.name):
             raise PatchError(f"patch name {self.name!r} is not kebab-case")
-        for address in (self.target, *self.bindings):
+        for address in self.addresses:
             if not _ADDRESS.fullmatch(address):
                 raise PatchError(f'patch {self.name}: {address!r} is not "module:qualname"')
         for text in ("reason", "seam_tried", "remove_when"):
@@ -83,6 +83,11 @@ class PatchSpec:
             Requirement(self.requires)
         except InvalidRequirement as error:
             raise PatchError(f"patch {self.name}: requires={self.requires!r}: {error}") from error
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The target and the declared bindings."""
+        return (self.target, *self.bindings)
 
     @property
     def factory_module(self) -> str:

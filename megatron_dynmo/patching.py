@@ -150,6 +150,9 @@ class PatchSet:
         self._targets, self._edits = targets, edits
         self._late = _late_table(targets, edits)
         logger.debug("applied %d patches at %d places", len(targets), len(edits))
+        strays = [e.place.label for e in edits if e.place.label not in e.spec.addresses]
+        if strays:
+            logger.info("also rebound, outside the patched packages: %s", ", ".join(strays))
 
     def revert(self) -> None:
         """Put every original back, last patch first; when not applied, do nothing.

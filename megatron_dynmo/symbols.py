@@ -186,7 +186,7 @@ def parameter_names(function: Any) -> tuple[str, ...] | None:
 def source_digest(value: Any) -> str | None:
     """Return the sha256 of an object's source, below any wrappers; None if it has no source."""
     try:
-        source = inspect.getsource(inspect.unwrap(value))
+        source = inspect.getsource(value)  # looks below the wrappers by itself
     except (OSError, TypeError):
         return None
     return hashlib.sha256(source.rstrip().encode()).hexdigest()

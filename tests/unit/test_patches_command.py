@@ -3,7 +3,6 @@
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import packaging
 import pytest
@@ -17,17 +16,13 @@ from tests.unit.toy_patches import SPECS, STEP, spec
 
 
 @pytest.fixture
-def declare(monkeypatch):
+def declare(monkeypatch, toy_path):
     """Let the command see these patches instead of the real ones."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
     def declare(*specs):
         monkeypatch.setattr(patches, "all_specs", lambda: specs, raising=False)
 
-    yield declare
-    for name in list(sys.modules):
-        if name.partition(".")[0] == "toy_package":
-            del sys.modules[name]
+    return declare
 
 
 def dynmo(capsys, *words):

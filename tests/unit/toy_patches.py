@@ -3,6 +3,7 @@
 Run as ``python -S -c "import toy_patches; toy_patches.drive('import patch undo patch')"``.
 """
 
+import functools
 import sys
 import types
 
@@ -74,6 +75,42 @@ SPECS = (
     spec("extra", "extra", added_function, Kind.ADD),
     spec("extra-method", "Engine.extra", added_method, Kind.ADD),
 )  # fmt: skip
+
+
+def stranger_on_top(original):
+    """Patch as somebody would who knows nothing of us."""
+
+    @functools.wraps(original)
+    def intruder(*args, **kwargs):
+        return ("stranger", original(*args, **kwargs))
+
+    return intruder
+
+
+def core():
+    return sys.modules["toy_package.core"]
+
+
+def toy_modules():
+    names = ("toy_package", "toy_user", "toy_late")
+    return {n: m for n, m in sys.modules.items() if n.partition(".")[0] in names}
+
+
+def forget_toys():
+    for name in toy_modules():
+        del sys.modules[name]
+
+
+def namespaces():
+    """Every name in every toy module and class, by identity."""
+    owners = [*toy_modules().values(), sys.modules["toy_user"].Trainer]
+    owners += [core().Engine, core().Engine.Inner, core().Turbo, core().Clock]
+    return {
+        (repr(owner), name): id(value)
+        for owner in owners
+        for name, value in vars(owner).items()
+        if name not in ("__builtins__", "__dict__", "__weakref__")
+    }
 
 
 def drive(order):

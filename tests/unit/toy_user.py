@@ -3,6 +3,8 @@
 from toy_package.core import Clock, Engine, step
 from toy_package.core import step as my_step
 
+double = Engine.scale
+
 
 class Trainer:
     advance = staticmethod(step)
@@ -26,12 +28,14 @@ def observe():
         "method": engine.run(4),
         "alias": engine(4),
         "static": (Engine.scale(4), engine.scale(4)),
+        "static, held": double(4),
         "class": (Engine.label("!"), core.Turbo.label("!")),
         "property": engine.size,
         "decorated": engine.measure(4),
         "nested": Engine.Inner().depth(),
         "inherited": core.Turbo().run(4),
         "value": core.LIMIT,
+        "equal value": core.RETRIES,
         "builtin": core.total(3),
         "module": core.speed(),
         "replaced class": (core.Clock().now(), toy_package.Clock().now(), Clock().now()),
@@ -50,12 +54,14 @@ ORIGINAL = {
     "method": 5,
     "alias": 5,
     "static": (8, 8),
+    "static, held": 8,
     "class": ("Engine!", "Turbo!"),
     "property": 8,
     "decorated": 104,
     "nested": 2,
     "inherited": 5,
     "value": 3,
+    "equal value": 3,
     "builtin": 2,
     "module": 1,
     "replaced class": (5, 5, 5),
@@ -73,6 +79,7 @@ PATCHED = {
     "static": (_patched(8), _patched(8)),
     "class": (_patched("Engine!"), _patched("Turbo!")),
     "value": 30,
+    "equal value": 3,
     "module": 2,
     "replaced class": (50, 50, 50),
     "added": "added",
