@@ -1,6 +1,7 @@
 """Run real Megatron training on a machine without CUDA, over gloo.
 
-Nothing here is imported where a GPU is used. Everything that gives way is declared as a `PatchSpec`.
+Nothing here is imported where a GPU is used. Everything that gives way is declared as a
+`PatchSpec`, so it is listed, checked, applied all or none and undone exactly.
 """
 
 from megatron_dynmo.patching import PatchSpec

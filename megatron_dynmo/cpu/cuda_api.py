@@ -7,8 +7,10 @@ from, so it must be the one that Megatron seeds, forks, saves and restores.
 
 import contextlib
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,6 +46,26 @@ class CpuStream:
         return event
 
 
+@dataclass(frozen=True)
+class CpuProperties:
+    """What the pretended device says of itself.
+
+    Attributes:
+        name: For people.
+        major: From 10 on Megatron needs no CUDA_DEVICE_MAX_CONNECTIONS, which orders the queues of
+            a GPU and means nothing here.
+        minor: Always 0.
+        total_memory: Bytes of main memory, shared by all ranks of this machine.
+        multi_processor_count: Cores of this machine.
+    """
+
+    name: str = "CPU"
+    major: int = 10
+    minor: int = 0
+    total_memory: int = 0
+    multi_processor_count: int = 1
+
+
 class CpuEvent:
     """A point in time on the host clock."""
 
@@ -75,14 +97,16 @@ def _the_stream() -> CpuStream:
     return CpuStream()
 
 
-def _nothing(*args: object, **kwargs: object) -> None:
-    """Do nothing: on a CPU there is nothing to wait for."""
-
-
 @contextlib.contextmanager
 def _stream_context(stream: object) -> Iterator[None]:
     """Run the body on the only stream there is."""
     yield
+
+
+def _get_device_properties(device: object = None) -> CpuProperties:
+    """Return the properties of the only device."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return CpuProperties(total_memory=memory_bytes, multi_processor_count=os.cpu_count() or 1)
 
 
 def _get_rng_state(device: object = "cuda") -> torch.Tensor:
@@ -100,17 +124,43 @@ def _manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
 
 
-def _same(value: object) -> Callable[[object], object]:
-    """Return a patch factory that gives `value` whatever the original was."""
-    return lambda original: value
+def _in_place_of(stand_in: Callable[..., Any]) -> Callable[[object], Callable[..., Any]]:
+    """Return a patch factory that makes `stand_in`, as a new object, whatever the original was."""
+
+    def factory(original: object) -> Callable[..., Any]:
+        if isinstance(stand_in, type):
+            return stand_in
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return stand_in(*args, **kwargs)
+
+        return replacement
+
+    return factory
+
+
+def _kebab(name: str) -> str:
+    """Write a Python name as part of a patch name: `Stream` becomes `stream-class`."""
+    return name.lower() + "-class" if name[0].isupper() else name.replace("_", "-")
 
 
 # name in torch.cuda -> (stand-in, why Megatron needs it, other places in torch that hold it)
 _STAND_INS: tuple[tuple[str, Any, str, tuple[str, ...]], ...] = (
     ("current_device", lambda: CPU, "Megatron allocates with device=current_device()", ()),
     ("device_count", lambda: 1, "process groups and seeds are set up only if a device exists", ()),
-    ("set_device", _nothing, "initialisation selects the device of the local rank", ()),
-    ("synchronize", _nothing, "timers, pipeline communication and checkpoints synchronise", ()),
+    ("set_device", lambda device: None, "initialisation selects the device of the local rank", ()),
+    (
+        "get_device_properties",
+        _get_device_properties,
+        "argument checks ask for its generation when tensor or context parallelism is on",
+        (),
+    ),
+    (
+        "synchronize",
+        lambda device=None: None,
+        "timers, pipeline communication and checkpoints synchronise",
+        (),
+    ),
     ("current_stream", lambda device=None: _the_stream(), "gradient buckets read it", ()),
     ("stream", _stream_context, "DDP is built and MoE copies are made on a side stream", ()),
     ("Stream", CpuStream, "DDP and the MoE dispatcher create side streams", ()),
@@ -143,13 +193,17 @@ _STAND_INS: tuple[tuple[str, Any, str, tuple[str, ...]], ...] = (
 
 
 def cuda_api_specs() -> tuple[PatchSpec, ...]:
-    """Return one patch for each function of `torch.cuda` that a training run reaches."""
+    """Return one patch for each function of `torch.cuda` that a training run reaches.
+
+    They count as wraps although they never call the original: what they rely on is the documented
+    signature, so no digest of the body could protect them.
+    """
     return tuple(
         PatchSpec(
-            name=f"cpu.cuda.{name}",
+            name=f"cpu-cuda-{_kebab(name)}",
             target=f"torch.cuda:{name}",
             kind=Kind.WRAP,
-            factory=_same(stand_in),
+            factory=_in_place_of(stand_in),
             reason=reason,
             seam_tried="none: the call is made by name from Megatron's own code",
             remove_when="Megatron reaches its device through an interface with a CPU backend",

@@ -44,7 +44,8 @@ def is_cuda(device: object) -> bool:
         device: A `torch.device`, a string, an index, or anything else (which is not one).
 
     Returns:
-        True for `"cuda"`, `"cuda:0"`, an index (torch reads it as one of CUDA) and `torch.device("cuda")`.
+        True for `"cuda"`, `"cuda:0"`, `torch.device("cuda")` and an index, which torch reads as one
+        of CUDA.
     """
     if isinstance(device, torch.device):
         return device.type == "cuda"
@@ -76,7 +77,7 @@ def factory_specs() -> tuple[PatchSpec, ...]:
     """Return one patch for each torch factory that Megatron calls with a CUDA device."""
     return tuple(
         PatchSpec(
-            name=f"cpu.factory.{name}",
+            name=f"cpu-factory-{name.replace('_', '-')}",
             target=f"torch:{name}",
             kind=Kind.WRAP,
             factory=on_cpu,

@@ -1,7 +1,7 @@
 """Megatron's own functions that cannot work without CUDA, whatever torch says."""
 
 import contextlib
-import functools
+import copy
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator
@@ -11,34 +11,25 @@ import torch
 
 from megatron_dynmo.patching import Kind, PatchSpec
 
-logger = logging.getLogger(__name__)
+_RNG_LOGGER = logging.getLogger("megatron.core.tensor_parallel.random")
+_MOVED_INSIDE_FORK = "CPU RNG state changed within GPU RNG context"
+_SETTER_SHA256 = "dea947ca0b7dc92be0bb70f6161b4d04bdcac7e3223e3be967bd05a40898d0de"
 
 
 def _allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `initialize_megatron` so that it does not insist on CUDA."""
 
-    @functools.wraps(original)
     def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
-        kwargs["allow_no_cuda"] = True
-        return original(*args, **kwargs)
+        # It is the first parameter, so a caller may have given it by position.
+        kwargs.pop("allow_no_cuda", None)
+        return original(True, *args[1:], **kwargs)
 
     return initialize_megatron
 
 
-def _no_warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace `set_jit_fusion_options`: nothing is compiled, so nothing is warmed up."""
-
-    @functools.wraps(original)
-    def set_jit_fusion_options(*args: Any, **kwargs: Any) -> None:
-        logger.debug("no fused kernels to warm up on a CPU")
-
-    return set_jit_fusion_options
-
-
-def _skip_if_built(original: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_if_missing(original: Callable[[], None]) -> Callable[[], None]:
     """Wrap `compile_helpers` so that it compiles only what is not there yet."""
 
-    @functools.wraps(original)
     def compile_helpers() -> None:
         if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
             original()
@@ -46,10 +37,9 @@ def _skip_if_built(original: Callable[..., Any]) -> Callable[..., Any]:
     return compile_helpers
 
 
-def _set_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the setter of the RNG tracker, which queues its work until CUDA is initialised."""
+def _set_rng_state(original: Callable[..., None]) -> Callable[..., None]:
+    """Replace the setter that the RNG tracker uses: set the CPU generator, now."""
 
-    @functools.wraps(original)
     def _set_cuda_rng_state(
         new_state: torch.Tensor, device: int = -1, graph_safe: bool = False
     ) -> None:
@@ -58,17 +48,24 @@ def _set_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
     return _set_cuda_rng_state
 
 
-def _fork(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the tracker's `fork` so that it does not take its own stream for the CPU's.
+def _fork_quietly(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the tracker's `fork` so that its own stream is not reported as a stray one.
 
-    Upstream warns when the CPU generator moved inside a fork. Here it is the forked one.
+    Upstream warns when the CPU generator moved inside a fork. Here that is the forked generator.
     """
 
-    @functools.wraps(original)
     @contextlib.contextmanager
     def fork(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        with original(self, *args, **kwargs):
-            yield
+        # One object for each fork: forks nest, and the inner one must not end the outer's silence.
+        def silence(record: logging.LogRecord) -> bool:
+            return record.msg != _MOVED_INSIDE_FORK
+
+        _RNG_LOGGER.addFilter(silence)
+        try:
+            with original(self, *args, **kwargs):
+                yield
+        finally:
+            _RNG_LOGGER.removeFilter(silence)
 
     return fork
 
@@ -76,22 +73,46 @@ def _fork(original: Callable[..., Any]) -> Callable[..., Any]:
 def _splits_as_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `maybe_move_tensor_to_cpu` so that `as_numpy` holds for tensors already there."""
 
-    @functools.wraps(original)
     def maybe_move_tensor_to_cpu(
         tensor: Any, as_numpy: bool = False, record_stream: bool = False
     ) -> Any:
-        if as_numpy and torch.is_tensor(tensor):
-            return tensor.numpy()
-        return tensor
+        moved = original(tensor, as_numpy, record_stream)
+        return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
 
     return maybe_move_tensor_to_cpu
 
 
+def _norm_with_sequence_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `WrappedTorchNorm.__new__` so that torch's norms serve sequence parallelism.
+
+    The norm is over the hidden dimension, so a part of the sequence is normalised as the whole
+    would be. Only the gradients of its parameters are partial sums: the mark makes Megatron add
+    them over the tensor-parallel group, as it does for its own norms.
+    """
+
+    def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if not config.sequence_parallel:
+            return original(cls, config, *args, **kwargs)
+        whole = copy.copy(config)
+        whole.sequence_parallel = False
+        norm = original(cls, whole, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+    return __new__
+
+
 def seam_specs() -> tuple[PatchSpec, ...]:
     """Return the patches of Megatron's own functions."""
+    return (*_start_specs(), *_training_specs())
+
+
+def _start_specs() -> tuple[PatchSpec, ...]:
+    """Return the patches that let a run start."""
     return (
         PatchSpec(
-            name="cpu.initialize_megatron",
+            name="cpu-initialize-megatron",
             target="megatron.training.initialize:initialize_megatron",
             kind=Kind.WRAP,
             factory=_allow_no_cuda,
@@ -99,56 +120,84 @@ def seam_specs() -> tuple[PatchSpec, ...]:
                 "megatron.training.training:initialize_megatron",
                 "megatron.training:initialize_megatron",
             ),
-            reason="pretrain() calls it without allow_no_cuda, which the function itself offers",
-            seam_tried="allow_no_cuda: pretrain() gives no way to pass it",
+            reason="it asserts CUDA unless told otherwise",
+            seam_tried="its own allow_no_cuda: pretrain() gives no way to pass it",
             remove_when="pretrain() passes allow_no_cuda on",
         ),
         PatchSpec(
-            name="cpu.set_jit_fusion_options",
-            target="megatron.training.initialize:set_jit_fusion_options",
-            kind=Kind.WRAP,
-            factory=_no_warm_up,
-            bindings=("megatron.training.training:set_jit_fusion_options",),
-            reason="it warms up fused kernels in a CUDA context",
-            seam_tried="--disable-jit-fuser: read only after the functions were decorated",
-            remove_when="the warm-up can be switched off",
-        ),
-        PatchSpec(
-            name="wheel.compile_helpers",
+            name="wheel-compile-helpers",
             target="megatron.core.datasets.utils:compile_helpers",
             kind=Kind.WRAP,
-            factory=_skip_if_built,
+            factory=_compile_if_missing,
+            params=(),
             reason="the wheel holds helpers_cpp built but no Makefile, so `make` fails and exits",
             seam_tried="none: called unconditionally on rank 0",
             remove_when="upstream compiles only when the import fails",
         ),
         PatchSpec(
-            name="cpu.set_cuda_rng_state",
-            target="megatron.core.tensor_parallel.random:_set_cuda_rng_state",
+            name="cpu-force-eager",
+            target="torch._dynamo.eval_frame:_stance",
             kind=Kind.WRAP,
+            factory=lambda default: type(default)("force_eager"),
+            reason="functions decorated with torch.compile would call a C++ compiler for each run",
+            seam_tried="--disable-jit-fuser: read only after the functions were decorated",
+            remove_when="--disable-jit-fuser works after import",
+            requires="torch>=2.6",
+        ),
+    )
+
+
+def _training_specs() -> tuple[PatchSpec, ...]:
+    """Return the patches that let a run train."""
+    return (
+        PatchSpec(
+            name="cpu-set-cuda-rng-state",
+            target="megatron.core.tensor_parallel.random:_set_cuda_rng_state",
+            kind=Kind.REPLACE,
             factory=_set_rng_state,
+            params=("new_state", "device", "graph_safe"),
+            digests=dict.fromkeys(("0.19.0", "0.19.2"), _SETTER_SHA256),
             reason="it queues the state until CUDA is initialised, which is never",
             seam_tried="torch.cuda.set_rng_state: not what it calls",
             remove_when="it calls torch.cuda.set_rng_state",
         ),
         PatchSpec(
-            name="cpu.force_eager",
-            target="torch._dynamo.eval_frame:_stance",
+            name="cpu-rng-tracker-fork",
+            target="megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
             kind=Kind.WRAP,
-            factory=lambda original: type(original)("force_eager"),
-            reason="functions decorated with torch.compile at import would call a C++ compiler",
-            seam_tried="--disable-jit-fuser: read only after the functions were decorated",
-            remove_when="--disable-jit-fuser works after import",
-            requires="torch>=2.6",
+            factory=_fork_quietly,
+            params=("self", "name"),
+            reason="it takes the draws of its own stream for stray ones and warns at each",
+            seam_tried="a logging filter for good would also hide the warning from later GPU runs",
+            remove_when="the warning is raised only where the two generators differ",
         ),
         PatchSpec(
-            name="cpu.moe_splits",
+            name="cpu-moe-splits",
             target="megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
             kind=Kind.WRAP,
             factory=_splits_as_numpy,
+            params=("tensor", "as_numpy", "record_stream"),
             bindings=("megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",),
             reason="split sizes already on the CPU stay tensors, which all_to_all_single refuses",
-            seam_tried="none: as_numpy is passed but ignored for CPU tensors",
+            seam_tried="none: as_numpy is passed, but ignored for CPU tensors",
             remove_when="as_numpy is honoured for CPU tensors",
+        ),
+        PatchSpec(
+            name="cpu-norm-sequence-parallel",
+            target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+            kind=Kind.WRAP,
+            factory=_norm_with_sequence_parallel,
+            params=(
+                "cls",
+                "config",
+                "hidden_size",
+                "eps",
+                "persist_layer_norm",
+                "zero_centered_gamma",
+                "normalization",
+            ),
+            reason="torch's norms refuse sequence parallelism, and Apex's need CUDA",
+            seam_tried="a layer spec of our own: the user's specs would not get it",
+            remove_when="WrappedTorchNorm marks its parameters itself",
         ),
     )

@@ -9,6 +9,8 @@ import torch
 from megatron_dynmo.cpu.factories import CPU, is_cuda
 from megatron_dynmo.patching import Kind, PatchSpec
 
+_KEBAB = str.maketrans("._", "--")
+
 
 def _return_self(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that leaves the object where it is."""
@@ -52,7 +54,7 @@ def tensor_type_specs() -> tuple[PatchSpec, ...]:
 
     def spec(target: str, factory: Callable[..., Any], reason: str, seam: str) -> PatchSpec:
         return PatchSpec(
-            name="cpu." + target.partition(":")[2],
+            name="cpu-" + target.partition(":")[2].lower().translate(_KEBAB),
             target=target,
             kind=Kind.WRAP,
             factory=factory,

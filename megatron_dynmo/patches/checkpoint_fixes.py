@@ -1,0 +1,116 @@
+"""Repairs of the distributed optimizer's checkpoints where neither TransformerEngine nor Apex is.
+
+There Megatron uses `torch.optim.Adam`, which keeps a step count as a tensor for each parameter. The
+code that saves and loads it fails in three ways; each has its own patch. With TransformerEngine or
+Apex installed every wrapper calls straight through.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.optimizer import distrib_optimizer
+
+from megatron_dynmo.patching import Kind, PatchSpec
+
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+
+
+def specs() -> tuple[PatchSpec, ...]:
+    """Return the patches that make a checkpoint with the distributed optimizer loadable."""
+    return (
+        PatchSpec(
+            name="distopt-state-dict-without-state",
+            target=f"{_OPTIMIZER}.state_dict",
+            kind=Kind.WRAP,
+            factory=_state_dict,
+            params=("self",),
+            reason="it asserts one common step where no parameter has a state yet: on every load, "
+            "and on a rank without parameters",
+            seam_tried="init_state_fn, which creates the moments: not the step, and too late",
+            remove_when="state_dict() works on an optimizer without state",
+        ),
+        PatchSpec(
+            name="distopt-own-step-tensors",
+            target=f"{_OPTIMIZER}.load_state_dict",
+            kind=Kind.WRAP,
+            factory=_load_state_dict,
+            params=("self", "state_dict"),
+            reason="all parameters get one step tensor, which Adam then advances once for each",
+            seam_tried="none: the tensor is made inside the function",
+            remove_when="each parameter gets a step tensor of its own",
+        ),
+        PatchSpec(
+            name="distopt-load-without-step",
+            target=f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
+            kind=Kind.WRAP,
+            factory=_set_states,
+            params=("self", "model_param", "tensors"),
+            reason="it demands a 'step' among the loaded tensors, which the formats do not hold: "
+            "KeyError",
+            seam_tried="none: called from inside the loaders",
+            remove_when="a step that was not saved with the tensors is left alone",
+        ),
+    )
+
+
+def _state_dict(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """Wrap `state_dict` so that an optimizer without any state has made no step yet."""
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        if _has_own_steps() and not any("step" in state for state in self.optimizer.state.values()):
+            with _placeholder(self.optimizer):
+                return original(self)
+        return original(self)
+
+    return state_dict
+
+
+@contextmanager
+def _placeholder(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Give the optimizer a state for no parameter, with step 0, for the length of a block.
+
+    Torch passes keys that are not tensors through, and upstream drops all states from its answer.
+    """
+    states: dict[Any, Any] = optimizer.state
+    held = dict(states)
+    states.clear()
+    states["no parameter"] = {"step": torch.tensor(0.0)}
+    try:
+        yield
+    finally:
+        states.clear()
+        states.update(held)
+
+
+def _load_state_dict(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `load_state_dict` so that every parameter ends with a step tensor of its own."""
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        original(self, state_dict)
+        if _has_own_steps():
+            for state in self.optimizer.state.values():
+                if isinstance(state.get("step"), torch.Tensor):
+                    state["step"] = state["step"].clone()
+
+    return load_state_dict
+
+
+def _set_states(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the setter so that a step that was not saved with the tensors keeps its value."""
+
+    def _set_main_param_and_optimizer_states(
+        self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]
+    ) -> None:
+        if _has_own_steps():
+            # Anything that is not a tensor is left alone by the original.
+            tensors = {"step": None, **tensors}
+        original(self, model_param, tensors)
+
+    return _set_main_param_and_optimizer_states
+
+
+def _has_own_steps() -> bool:
+    """Whether Megatron runs torch's Adam, with a step for each parameter."""
+    return not distrib_optimizer.HAVE_APEX_OR_TE
