@@ -6,6 +6,7 @@ Pure until `start` is called: imports neither torch nor Megatron. The training i
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -25,13 +26,11 @@ _GRACE_S = 10.0
 _MISTAKES = (ConfigError, LayoutError, BalanceError, PatchError)
 
 
-def start(argv: Sequence[str]) -> DynMoConfig:
-    """Read the `--dynmo-*` flags and patch Megatron.
+def start() -> DynMoConfig:
+    """Read the `--dynmo-*` flags of `sys.argv` and patch Megatron.
 
     Call it before anything else imports Megatron, so that every later import sees the patches.
-
-    Args:
-        argv: The words after the program's name; flags of others are ignored.
+    In mode `off` Megatron's own parser does not know the flags, so they are taken off `sys.argv`.
 
     Returns:
         The settings in force.
@@ -42,9 +41,17 @@ def start(argv: Sequence[str]) -> DynMoConfig:
     """
     import megatron_dynmo
 
-    config = DynMoConfig.from_argv(argv)
+    config = DynMoConfig.from_argv(sys.argv[1:])
+    if config.mode == "off":
+        sys.argv[1:] = without_our_flags(sys.argv[1:])
     megatron_dynmo.enable(config)
     return config
+
+
+def without_our_flags(argv: Sequence[str]) -> list[str]:
+    """Return the words of a command line that belong to others, in their order."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    return DynMoConfig.add_arguments(parser).parse_known_args(list(argv))[1]
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv is not None:
         sys.argv[1:] = argv
     with launch.one_line_errors():
-        launch.start(sys.argv[1:])
+        launch.start()
         _train()
 
 

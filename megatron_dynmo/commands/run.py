@@ -63,9 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if not os.path.isfile(script):
         what = "is not a file" if os.path.exists(script) else "does not exist"
         raise ConfigError(f"run: the script {script} {what}")
-    argv = [*flags, *args.arguments]
-    _impersonate(script, argv)
-    config = launch.start(argv)
+    _impersonate(script, [*flags, *args.arguments])
+    config = launch.start()
     from megatron_dynmo.adapters import stand_ins
 
     stand_ins.install()

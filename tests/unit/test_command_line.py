@@ -204,6 +204,12 @@ class TestRun:
         result = dynmo("run", str(script), "--dynmo-mode", "off")
         assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "done")
 
+    def test_script_sees_none_of_our_flags_when_we_are_off(self, script):
+        others = ["--data-path", "0.5", "A", "-1", "B", "--fp16", "-x", "--lr", "-1e-3", "--", "C"]
+        words = ["--dynmo-mode", "off", str(script), *others[:5]]
+        words += ["--dynmo-layer-rng", *others[5:]]
+        assert report_of(dynmo("run", *words))[0] == [str(script), *others]
+
 
 class TestOneLine:
     def test_rank_0_speaks_and_every_rank_leaves_with_2(self, script):
