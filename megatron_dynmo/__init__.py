@@ -94,4 +94,4 @@ def _use_cpu_arguments() -> None:
 
     from megatron_dynmo.cpu.arguments import cpu_argument_defaults
 
-    sys.argv = [sys.argv[0], *cpu_argument_defaults(sys.argv[1:])]
+    sys.argv += cpu_argument_defaults(sys.argv[1:])

@@ -49,13 +49,24 @@ class StateCodec:
     """Reads and writes per-parameter state of a ChainedOptimizer.
 
     Build a new one after the optimizer was rebuilt; it holds references to what it found.
+
+    Attributes:
+        moment_keys: names of the state tensors that are as large as the parameter.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self._slots: dict[torch.Tensor, _Slot] = {}
+        self._sharded: set[torch.Tensor] = set()
+        self.moment_keys = _moment_keys(optimizer)
         for member in optimizer.chained_optimizers:
             if not getattr(member, "is_stub_optimizer", False):
                 self._slots.update(_slots_of(member))
+                if isinstance(member, DistributedOptimizer):
+                    self._sharded.update(p for b in member.buffers for p in b.params)
+
+    def is_sharded(self, param: torch.Tensor) -> bool:
+        """Whether the parameter's state is spread over its data-parallel group."""
+        return param in self._sharded
 
     def __contains__(self, param: torch.Tensor) -> bool:
         """Whether this rank keeps state for the parameter."""
@@ -102,6 +113,14 @@ class StateCodec:
                 **{key: _shaped(value, slot.main) for key, value in tensors.items()},
                 **state.scalars,
             }
+
+
+def _moment_keys(optimizer: Any) -> tuple[str, ...]:
+    """State keys as large as the parameter, known also before the first step."""
+    config = getattr(optimizer, "config", None)
+    if config is not None and config.optimizer == "sgd":
+        return ("momentum_buffer",)
+    return ("exp_avg", "exp_avg_sq")
 
 
 def _shaped(value: torch.Tensor, main: torch.Tensor) -> torch.Tensor:

@@ -104,7 +104,7 @@ class MegatronStage:
 
     def parcel(self, layer_number: int) -> Parcel:
         """See `Stage.parcel`."""
-        layer = self._layers()[layer_number]
+        layer = self.layers()[layer_number]
         parcel = Parcel(unit_name(layer_number), _weights(layer))
         for name, value in _extra_states(layer):
             parcel.tensors[f"extra/{name}"] = value
@@ -144,7 +144,7 @@ class MegatronStage:
         pp_rank = self._topology.pp_rank
         leaving = {move.layer_number for move in plan.sent_by(pp_rank)}
         staying = self._staying_states(leaving)
-        removed = [p for n in leaving for p in self._layers()[n].parameters()]
+        removed = [p for n in leaving for p in self.layers()[n].parameters()]
         arriving: dict[int, list[Any]] = {chunk.vp_stage: [] for chunk in self.chunks}
         for move in plan.received_by(pp_rank):
             arriving[move.dst_vp_stage].append(self._pending.incoming[move.layer_number].layer)
@@ -175,7 +175,7 @@ class MegatronStage:
     def fingerprints(self) -> dict[str, int]:
         """See `Stage.fingerprints`."""
         found = {}
-        for number in self._layers():
+        for number in self.layers():
             parcel = self.parcel(number)
             found[unit_name(number)] = checksum(t for _, t in sorted(parcel.tensors.items()))
         found["embedding and output"] = checksum(
@@ -191,24 +191,28 @@ class MegatronStage:
 
     # ---------------------------------------------------------------- the state of this rank
 
-    def _layers(self) -> dict[int, Any]:
+    def layers(self) -> dict[int, Any]:
+        """Live layers of this rank by layer_number."""
         return {layer.layer_number: layer for chunk in self.chunks for layer in chunk.layers}
 
     def static_bytes(self) -> dict[int, int]:
         """Bytes of parameters, buffers and optimizer state of each layer held here."""
-        return {number: self.parcel(number).num_bytes for number in self._layers()}
+        return {number: self.parcel(number).num_bytes for number in self.layers()}
 
-    def _rest(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Parameters of this rank that belong to no layer."""
-        in_layers = {p for layer in self._layers().values() for p in layer.parameters()}
+    def parameters_outside_layers(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Embedding, output and final norm: parameters of this rank that belong to no layer.
+
+        Names are those inside the GPTModel; no two chunks of a rank share one.
+        """
+        in_layers = {p for layer in self.layers().values() for p in layer.parameters()}
         for chunk in self.chunks:
             for name, param in chunk.core.named_parameters():
                 if param not in in_layers:
-                    yield f"{chunk.vp_stage}/{name}", param
+                    yield name, param
 
     def _rest_tensors(self) -> dict[str, torch.Tensor]:
         tensors = {}
-        for name, param in self._rest():
+        for name, param in self.parameters_outside_layers():
             tensors[name] = param.detach()
             state = self.codec().capture(param)
             for key, tensor in (state.tensors if state else {}).items():
@@ -217,9 +221,9 @@ class MegatronStage:
 
     def _staying_states(self, leaving: set[int]) -> list[tuple[torch.nn.Parameter, ParamState]]:
         """State of every parameter that stays, before the optimizer forgets it."""
-        layers = self._layers()
+        layers = self.layers()
         params = [p for n in layers if n not in leaving for p in layers[n].parameters()]
-        params += [param for _, param in self._rest()]
+        params += [param for _, param in self.parameters_outside_layers()]
         captured = ((param, self.codec().capture(param)) for param in params)
         return [(param, state) for param, state in captured if state is not None]
 

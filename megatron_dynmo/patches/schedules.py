@@ -20,9 +20,9 @@ def _measured_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if (active := controller()) is None:
             return original(*args, **kwargs)
         vp_stage = kwargs.get("vp_stage") or 0
-        with active.forward_step(vp_stage):
+        with active.forward_step(vp_stage) as produced:
             output, num_tokens = original(*args, **kwargs)
-        active.produced(output, vp_stage)
+            produced(output)
         return output, num_tokens
 
     return forward_step

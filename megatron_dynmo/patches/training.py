@@ -61,7 +61,7 @@ def _between_iterations(original: Callable[..., Any]) -> Callable[..., Any]:
         iteration = kwargs["iteration"] if "iteration" in kwargs else args[7]
         active.begin_iteration(iteration + 1)
         outcome = original(*args, **kwargs)
-        losses, skipped, should_checkpoint, should_exit, _, grad_norm, *_ = outcome
+        losses, skipped, _, should_exit, _, grad_norm, *_ = outcome
         if not should_exit:
             active.end_iteration(iteration + 1, losses, grad_norm, bool(skipped))
         return outcome

@@ -1,0 +1,141 @@
+"""A digest of parameters and optimizer state that does not depend on who holds what.
+
+Equal digests mean equal bits in every parameter, master copy and moment, whatever the layout, and
+with or without the distributed optimizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+
+from megatron_dynmo.adapters.optimizer import MAIN, StateCodec
+from megatron_dynmo.adapters.stage import MegatronStage
+from megatron_dynmo.adapters.topology import Topology
+
+_SHA_BYTES = 32
+EMBEDDING, OUTPUT = "embedding", "output"
+
+
+def digests(topology: Topology, stage: MegatronStage) -> dict[str, str]:
+    """Return the digest of every unit of the model.
+
+    Shards of the distributed optimizer are put together parameter by parameter, so the extra
+    memory is that of one parameter. Tensor- and expert-parallel shards are hashed where they are;
+    equal replicas count once, so a replica that has drifted changes the digest.
+
+    Returns:
+        {layer_number as text or "embedding" or "output": sha256 hex}, the same on every rank.
+
+    Collective:
+        All ranks of the world.
+    """
+    num_layers = stage.config.num_layers
+    units = [str(n) for n in range(1, num_layers + 1)] + [EMBEDDING, OUTPUT]
+    table = torch.zeros(len(units), 1 + _SHA_BYTES, dtype=torch.uint8)
+    codec = stage.codec()
+    for unit, named in _units(stage):
+        row = table[units.index(unit)]
+        row[0] = 1
+        sha = _hash(named, codec)
+        row[1:] = torch.frombuffer(bytearray(sha), dtype=torch.uint8)
+    table = table.to(topology.device)
+    tables = [torch.empty_like(table) for _ in range(topology.world_size)]
+    dist.all_gather(tables, table)
+    return {unit: _merge([t[i].cpu() for t in tables]) for i, unit in enumerate(units)}
+
+
+def _merge(rows: list[torch.Tensor]) -> str:
+    """Join the hashes of all ranks that hold a unit, each different one once, in rank order."""
+    distinct = dict.fromkeys(bytes(row[1:].tolist()) for row in rows if row[0])
+    return hashlib.sha256(b"".join(distinct)).hexdigest()
+
+
+def _units(
+    stage: MegatronStage,
+) -> Iterator[tuple[str, list[tuple[str, torch.nn.Parameter]]]]:
+    """The units of this rank in a fixed order, each with its parameters sorted by name."""
+    for number, layer in sorted(stage.layers().items()):
+        yield str(number), sorted(layer.named_parameters())
+    ends: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}
+    for name, param in stage.parameters_outside_layers():
+        unit = EMBEDDING if name.startswith("embedding.") else OUTPUT
+        ends.setdefault(unit, []).append((name, param))
+    for unit in (EMBEDDING, OUTPUT):
+        if unit in ends:
+            yield unit, sorted(ends[unit])
+
+
+def _hash(named: list[tuple[str, torch.nn.Parameter]], codec: StateCodec) -> bytes:
+    sha = hashlib.sha256()
+    for name, param in named:
+        sha.update(name.encode())
+        sha.update(_raw(param))
+        for key, tensor in _full_state(param, codec):
+            sha.update(key.encode())
+            sha.update(_raw(tensor))
+    return sha.digest()
+
+
+def _full_state(param: torch.nn.Parameter, codec: StateCodec) -> Iterator[tuple[str, torch.Tensor]]:
+    """Master copy and optimizer state of a parameter, whole, by sorted key.
+
+    Collective:
+        The parameter's data-parallel group when its state is sharded.
+    """
+    state = codec.capture(param)
+    if codec.is_sharded(param):
+        group = _data_parallel_group(param)
+        tensors = {} if state is None else dict(state.tensors)
+        main = tensors.pop(MAIN, None)
+        if param.dtype != torch.float32:
+            yield MAIN, _assemble(param, main, state.shard if state else None, group)
+        for key in codec.moment_keys:
+            yield key, _assemble(param, tensors.get(key), state.shard if state else None, group)
+        yield "step", _latest_step(tensors.get("step"), param.device, group)
+    elif state is not None:
+        if MAIN in state.tensors:
+            yield MAIN, state.tensors[MAIN]
+        for key in codec.moment_keys:
+            yield key, state.tensors.get(key, torch.zeros(param.numel(), device=param.device))
+        yield "step", _latest_step(state.tensors.get("step"), param.device, None)
+
+
+def _assemble(
+    param: torch.Tensor,
+    shard: torch.Tensor | None,
+    where: tuple[int, int] | None,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Put fp32 shards together by adding bit patterns; every element is non-zero on one rank."""
+    whole = torch.zeros(param.numel(), dtype=torch.int32, device=param.device)
+    if shard is not None and where is not None:
+        whole[where[0] : where[1]] = shard.detach().float().contiguous().view(-1).view(torch.int32)
+    dist.all_reduce(whole, group=group)
+    return whole
+
+
+def _latest_step(
+    step: torch.Tensor | None, device: torch.device, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    value = torch.zeros(1, dtype=torch.float32, device=device)
+    if step is not None:
+        value += step.to(device).float()
+    if group is not None:
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+    return value
+
+
+def _data_parallel_group(param: torch.nn.Parameter) -> dist.ProcessGroup:
+    if getattr(param, "allreduce", True):
+        return mpu.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    return mpu.get_expert_data_parallel_group(partial_expert_data_parallel=True)
+
+
+def _raw(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return memoryview(flat.cpu().numpy())
