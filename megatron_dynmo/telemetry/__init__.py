@@ -1,0 +1,1 @@
+"""What a run tells: events.jsonl, scalars, and one live line."""
