@@ -70,7 +70,7 @@ def test_unsupported_and_absent_distribution(toy):
     assert "found:    no no-such-distribution" in text
 
 
-@pytest.mark.parametrize("version", ["0.19.2+a1b2c3d", "0.19.0", "0.19.9"])
+@pytest.mark.parametrize("version", ["0.19.2+a1b2c3d", "0.19.0", "0.19.9", "0.19.3rc1"])
 def test_version_is_compared_by_range(toy, monkeypatch, version):
     monkeypatch.setattr(symbols, "installed_version", lambda _: version)
     assert PatchSet([replace(STEP, requires="megatron-core>=0.19,<0.20")]).check() == []
@@ -116,6 +116,8 @@ def test_replace_needs_the_digest_of_this_version(toy, monkeypatch):
 
 def test_digest_of_a_wrap_is_advice(toy, caplog):
     version = packaging.__version__
+    with patched([STEP]):
+        assert "source of" not in caplog.text
     with patched([replace(STEP, digests={version: "0" * 64})]):
         assert core().step(4) == ("patched", 4)
     assert "source of toy_package.core:step changed" in caplog.text

@@ -105,12 +105,33 @@ def test_bindings_of_a_users_script_are_rebound_and_logged(toy, caplog):
         assert set(patches.status()[0].bindings) == {*STEP.bindings, *places}
         assert all(place in caplog.text for place in places)
         assert "toy_package.caller" not in caplog.text  # that one was declared
+        caplog.clear()
+    assert caplog.text == ""  # nothing was bound late
     assert toy.my_step(4) == 4
+
+
+def test_the_function_of_a_staticmethod_held_elsewhere(toy):
+    original = toy.double
+    with patched([spec("scale", "Engine.scale")]):
+        assert toy.double is core().Engine.scale is not original
+    assert toy.double is core().Engine.scale is original
+
+
+def test_what_is_in_sys_modules_need_not_be_a_module(toy, monkeypatch):
+    class Lazy:
+        def __getattribute__(self, name):
+            raise AssertionError("the scan woke a lazy module up")
+
+    monkeypatch.setitem(sys.modules, "toy_lazy", Lazy())
+    monkeypatch.setitem(sys.modules, "toy_absent", None)
+    monkeypatch.setattr(toy, "lazy", Lazy(), raising=False)
+    with patched(SPECS):
+        assert toy.observe() == toy.PATCHED
 
 
 def test_late_imports_are_restored(toy, tmp_path, monkeypatch):
     (tmp_path / "toy_late.py").write_text(
-        "from toy_package.core import Clock as LateClock, Engine, LIMIT, backend, step as late\n"
+        "from toy_package.core import Clock as LateClock, Engine, backend, extra, step as late\n"
         "class Late:\n"
         "    run = Engine.run\n"
         "    scale = vars(Engine)['scale']\n"
@@ -120,6 +141,7 @@ def test_late_imports_are_restored(toy, tmp_path, monkeypatch):
         late = importlib.import_module("toy_late")
         assert late.late(4) == ("patched", 4)
         assert late.LateClock().now() == 50
+    assert late.extra() == "added"  # there is no original to give back
     assert late.late is core().step
     assert late.LateClock is core().Clock
     assert late.backend is core().backend
