@@ -21,18 +21,11 @@ class Consensus:
     Args:
         device: where the group's collectives take their tensors.
         world: group that must agree; None for all ranks.
-        pipeline: group over which `total` adds; None for all ranks.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        world: dist.ProcessGroup | None = None,
-        pipeline: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, world: dist.ProcessGroup | None = None) -> None:
         self._device = device
         self._world = world
-        self._pipeline = pipeline
 
     def failures(self, error: Exception | None) -> str:
         """Return who failed and why, the same text on every rank; empty when nobody did.
@@ -77,13 +70,13 @@ class Consensus:
             )
 
     def total(self, value: int) -> int:
-        """Sum of a number over the pipeline group.
+        """Sum of a number over all ranks.
 
         Collective:
-            All ranks of the pipeline group.
+            All ranks of the world group.
         """
         tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
-        dist.all_reduce(tensor, group=self._pipeline)
+        dist.all_reduce(tensor, group=self._world)
         return int(tensor.item())
 
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:

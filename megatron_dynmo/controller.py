@@ -1,24 +1,28 @@
 """The one object the patches talk to: measures, decides, moves, reports.
 
 Tier: torch, not Megatron; a run is seen through `MegatronRun`. Everything happens between two
-iterations, on all ranks in lockstep.
+iterations, on all ranks in lockstep and from the same numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-from megatron_dynmo import __version__
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.consensus import Consensus
+from megatron_dynmo.decide import Decider
 from megatron_dynmo.layout import LayerLayout
 from megatron_dynmo.migrator import Migrator, MoveRefused
+from megatron_dynmo.observer import Observer
 from megatron_dynmo.patching import PatchSet
 from megatron_dynmo.plan import build_plan
+from megatron_dynmo.reporter import Reporter
 from megatron_dynmo.transport import Transport
+from megatron_dynmo.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +39,7 @@ class Controller:
         self._config = config
         self._patches = patches
         self._forced = {move.iteration: move.layout for move in config.forced_moves}
-        self._run: Any = None
-        self._layout: LayerLayout | None = None
-        self._migrator: Migrator | None = None
-
-    # ---------------------------------------------------------------- called by the patches
+        self._session: _Session | None = None
 
     def join(self, run: Any) -> None:
         """Meet the model and optimizer, built and loaded.
@@ -54,20 +54,11 @@ class Controller:
         Collective:
             All ranks of the world.
         """
-        if run.optimizer is None:
-            logger.info("nothing is trained here; megatron_dynmo stays aside")
-            return
-        topology = run.topology
-        consensus = Consensus(run.device, pipeline=topology.pp_group)
+        consensus = Consensus(run.device)
         consensus.require_same(
             f"{__version__} {self._patches.digest()} {self._config}", "patches and settings"
         )
-        self._run = run
-        self._layout = run.stage.layout
-        if self._config.mode == "balance" and topology.pp_size > 1:
-            run.check_movable(self._config)
-            transport = Transport(topology.pp_group, topology.pp_global_ranks, run.device)
-            self._migrator = Migrator(topology.pp_rank, run.stage, transport, consensus)
+        self._session = _Session(self._config, run, consensus)
 
     def begin_iteration(self, iteration: int) -> None:
         """Before a step.
@@ -75,17 +66,16 @@ class Controller:
         Args:
             iteration: 1-based number of the iteration that begins.
         """
+        if self._session is not None:
+            self._session.begin_iteration(iteration)
 
-    def end_iteration(
-        self, iteration: int, losses: dict[str, Any], grad_norm: Any, skipped: bool
-    ) -> None:
+    def end_iteration(self, iteration: int, losses: dict[str, Any], grad_norm: Any) -> None:
         """After a step: report, decide, move.
 
         Args:
             iteration: 1-based number of the iteration that ended.
             losses: Megatron's reduced losses; empty but on the last stage.
             grad_norm: gradient norm, or None.
-            skipped: whether the optimizer skipped the step (fp16 overflow).
 
         Raises:
             MigrationError: A move failed after its point of no return.
@@ -93,32 +83,105 @@ class Controller:
         Collective:
             All ranks of the world.
         """
-        if self._run is None:
+        session = self._session
+        if session is None:
             return
-        if self._migrator is not None and iteration in self._forced:
-            self._move(iteration, self._run.parse_layout(self._forced[iteration]))
+        session.measure(iteration, losses, grad_norm)
+        if iteration in self._forced:
+            session.force(iteration, self._forced[iteration])
+        else:
+            session.balance(iteration)
+        session.report(iteration)
 
-    @contextlib.contextmanager
-    def forward_step(self, vp_stage: int) -> Iterator[Callable[[Any], None]]:
+    def forward_step(self, vp_stage: int) -> AbstractContextManager[Callable[[Any], None]]:
         """Around the forward step of a micro-batch; yields what takes the step's output."""
-        yield lambda output: None
+        if self._session is None:
+            return contextlib.nullcontext(_ignore)
+        return self._session.observer.forward_step(vp_stage)
 
-    @contextlib.contextmanager
-    def backward_step(self, output: Any) -> Iterator[None]:
+    def backward_step(self, output: Any) -> AbstractContextManager[None]:
         """Around the backward step of a micro-batch."""
-        yield
+        if self._session is None:
+            return contextlib.nullcontext()
+        return self._session.observer.backward_step(output)
 
-    # ---------------------------------------------------------------- moving
+
+class _Session:
+    """The parts that follow one run."""
+
+    def __init__(self, config: DynMoConfig, run: Any, consensus: Consensus) -> None:
+        topology = run.topology
+        self._config = config
+        self._run = run
+        self._can_move = config.mode == "balance" and topology.pp_size > 1
+        if self._can_move:
+            run.check_movable(config)
+        self._layout: LayerLayout = run.stage.layout
+        self.observer = Observer(run, run.make_clock(), config.window)
+        self._reporter = Reporter(run, config)
+        self._decider = Decider(config, run, self._layout)
+        transport = Transport(topology.pp_group, topology.pp_global_ranks, run.device)
+        self._migrator = Migrator(topology.pp_rank, run.stage, transport, consensus)
+        self._layer_rng = run.make_layer_rng() if config.layer_rng else None
+        self._reporter.say(
+            f" dynmo {config.mode} | {run.num_layers} layers on {topology.pp_size} stages"
+            f" x {topology.virtual_stages} | layout {self._layout}"
+            + (f" | events in {config.log_dir}" if config.log_dir else "")
+            + f" | rank {topology.world_size - 1} speaks"
+        )
+
+    def begin_iteration(self, iteration: int) -> None:
+        if self._layer_rng is not None:
+            self._layer_rng.begin_iteration(iteration)
+        self.observer.begin_iteration()
+
+    def measure(self, iteration: int, losses: dict[str, Any], grad_norm: Any) -> None:
+        iteration_ms = self.observer.end_iteration(iteration)
+        self._reporter.iteration(iteration, iteration_ms, losses, grad_norm)
+
+    def balance(self, iteration: int) -> None:
+        """At the end of a window: profile, decide and move."""
+        if not self.observer.is_window_full:
+            return
+        reports = self.observer.collect()
+        latest = reports[-1][1]
+        self._reporter.profile(iteration, latest, self._layout)
+        if self._run.topology.pp_size == 1:
+            return
+        decision = self._decider.decide(iteration, reports)
+        self._reporter.decision(iteration, decision, latest)
+        if decision.is_move and self._can_move:
+            self._move(iteration, decision.new)
+
+    def force(self, iteration: int, text: str) -> None:
+        """Move to a layout that the user asked for."""
+        new = self._run.parse_layout(text)
+        self._run.check_layout(new)
+        self._move(iteration, new)
+
+    def report(self, iteration: int) -> None:
+        interval = self._config.digest_interval
+        if interval and iteration % interval == 0:
+            self._reporter.digest(iteration, self._run.digests())
+        self._reporter.live(iteration, self._layout)
 
     def _move(self, iteration: int, new: LayerLayout) -> None:
-        assert self._migrator is not None and self._layout is not None
-        if new == self._layout:
+        old = self._layout
+        if new == old:
             return
-        self._run.check_layout(new)
         try:
-            report = self._migrator.migrate(build_plan(self._layout, new))
+            report = self._migrator.migrate(build_plan(old, new))
         except MoveRefused as refusal:
-            logger.warning("%s", refusal)
+            self._reporter.warn(f" dynmo iteration {iteration:6d} | {refusal}")
+            self._decider.refused(iteration, new, str(refusal))
             return
-        logger.info("moved %s -> %s: %s", self._layout, new, report)
         self._layout = new
+        self.observer.attach()
+        if self._layer_rng is not None:
+            self._layer_rng.attach(self._run.model)
+        self._decider.moved(iteration, new, report)
+        self._reporter.migration(iteration, old, new, report)
+
+
+def _ignore(output: Any) -> None:
+    """Take the output of a step that nobody measures."""

@@ -76,7 +76,7 @@ class MigrationReport:
 
     Attributes:
         layer_numbers: layers that changed their chunk, ascending.
-        num_bytes: bytes sent by all ranks of this rank's pipeline.
+        num_bytes: bytes sent by all ranks of the world.
         duration_ms: wall time of the whole move on this rank.
         phase_ms: wall time by phase on this rank.
     """

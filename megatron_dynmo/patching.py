@@ -152,7 +152,7 @@ class PatchSet:
         logger.debug("applied %d patches at %d places", len(targets), len(edits))
         strays = [e.place.label for e in edits if e.place.label not in e.spec.addresses]
         if strays:
-            logger.info("also rebound, outside the patched packages: %s", ", ".join(strays))
+            logger.debug("also rebound, outside the patched packages: %s", ", ".join(strays))
 
     def revert(self) -> None:
         """Put every original back, last patch first; when not applied, do nothing.
@@ -217,7 +217,7 @@ class PatchSet:
         for module_name, place, value in symbols.scan(self._late):
             spec, old = self._late[id(value)]
             if place.key not in known and module_name != spec.factory_module:
-                logger.info("%s bound a patched symbol after apply; restored", place.label)
+                logger.debug("%s bound a patched symbol after apply; restored", place.label)
                 late.append(_Edit(spec, place, old, value, was_own=True))
         return late
 

@@ -34,6 +34,11 @@ def digests(topology: Topology, stage: MegatronStage) -> dict[str, str]:
     Collective:
         All ranks of the world.
     """
+    with stage.settled():
+        return _digests(topology, stage)
+
+
+def _digests(topology: Topology, stage: MegatronStage) -> dict[str, str]:
     num_layers = stage.config.num_layers
     units = [str(n) for n in range(1, num_layers + 1)] + [EMBEDDING, OUTPUT]
     table = torch.zeros(len(units), 1 + _SHA_BYTES, dtype=torch.uint8)

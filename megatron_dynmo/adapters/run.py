@@ -10,12 +10,15 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
 from megatron_dynmo.adapters import support
+from megatron_dynmo.adapters.digest import digests
+from megatron_dynmo.adapters.layer_rng import LayerRng
 from megatron_dynmo.adapters.stage import MegatronStage
 from megatron_dynmo.adapters.topology import Topology
+from megatron_dynmo.clock import Clock, make_clock
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.errors import MigrationError
 from megatron_dynmo.layout import LayerLayout
-from megatron_dynmo.profiler import ChunkModules
+from megatron_dynmo.profiler import ChunkModules, StaticBytes
 
 
 class MegatronRun:
@@ -117,13 +120,36 @@ class MegatronRun:
             for chunk in self.stage.chunks
         ]
 
+    def static_bytes(self) -> StaticBytes:
+        """Bytes of parameters, gradients and optimizer state held by this rank."""
+        layers, embedding, output = self.stage.static_bytes()
+        return StaticBytes(layers, embedding, output)
+
+    def digests(self) -> dict[str, str]:
+        """Digest of every unit of the model, independent of the layout.
+
+        Collective:
+            All ranks of the world.
+        """
+        return digests(self.topology, self.stage)
+
+    def make_clock(self) -> Clock:
+        """The clock that this run is measured with."""
+        return make_clock(self.device)
+
+    def make_layer_rng(self) -> LayerRng:
+        """Dropout streams by layer, attached to the model."""
+        streams = LayerRng(self.seed)
+        streams.attach(self.model)
+        return streams
+
     def writers(self) -> list[Any]:
         """TensorBoard and W&B writers; empty except on the rank that has them."""
         return [w for w in (get_tensorboard_writer(), get_wandb_writer()) if w is not None]
 
     @property
     def is_writer_rank(self) -> bool:
-        """Whether Megatron gave this rank its TensorBoard and W&B writers: the last of the world."""
+        """Whether this rank, the last of the world, has Megatron's TensorBoard and W&B writers."""
         return self.topology.rank == self.topology.world_size - 1
 
     @property

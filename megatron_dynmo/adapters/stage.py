@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +84,19 @@ class MegatronStage:
         if self._codec is None:
             self._codec = StateCodec(self._optimizer)
         return self._codec
+
+    @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
+        """Between two iterations, make `param.data` current for the length of a block.
+
+        Collective:
+            All ranks of the data-parallel group.
+        """
+        hooks_on = wrapper.settle_parameters(self._model)
+        try:
+            yield
+        finally:
+            wrapper.resume_hooks(self._model, hooks_on)
 
     # ---------------------------------------------------------------- one move, phase by phase
 
@@ -195,9 +209,23 @@ class MegatronStage:
         """Live layers of this rank by layer_number."""
         return {layer.layer_number: layer for chunk in self.chunks for layer in chunk.layers}
 
-    def static_bytes(self) -> dict[int, int]:
-        """Bytes of parameters, buffers and optimizer state of each layer held here."""
-        return {number: self.parcel(number).num_bytes for number in self.layers()}
+    def static_bytes(self) -> tuple[dict[int, int], int, int]:
+        """Bytes of parameters, buffers, gradients and optimizer state held here.
+
+        Returns:
+            {layer_number: bytes}, bytes of the embedding, bytes of everything else.
+        """
+        layers = {
+            number: self.parcel(number).num_bytes + _gradient_bytes(layer.parameters())
+            for number, layer in self.layers().items()
+        }
+        ends = {True: 0, False: 0}
+        for name, param in self.parameters_outside_layers():
+            state = self.codec().capture(param)
+            held = [param, *(state.tensors.values() if state else ())]
+            size = sum(t.numel() * t.element_size() for t in held) + _gradient_bytes([param])
+            ends[name.startswith("embedding.")] += size
+        return layers, ends[True], ends[False]
 
     def parameters_outside_layers(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Embedding, output and final norm: parameters of this rank that belong to no layer.
@@ -247,6 +275,12 @@ class MegatronStage:
             )
             self.codec().install(param, state)
         _set_extra_states(incoming.layer, parcel)
+
+
+def _gradient_bytes(params: Iterable[torch.nn.Parameter]) -> int:
+    """Bytes of the gradient buffers that Megatron keeps for parameters."""
+    grads = (getattr(param, "main_grad", None) for param in params)
+    return sum(g.numel() * g.element_size() for g in grads if g is not None)
 
 
 def _weights(layer: torch.nn.Module) -> dict[str, torch.Tensor]:

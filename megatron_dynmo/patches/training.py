@@ -42,7 +42,7 @@ def _joined(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         model, optimizer, scheduler = original(*args, **kwargs)
-        if (active := controller()) is not None:
+        if (active := controller()) is not None and optimizer is not None:
             from megatron_dynmo.adapters.run import MegatronRun
 
             active.join(MegatronRun(model, optimizer))
@@ -61,9 +61,9 @@ def _between_iterations(original: Callable[..., Any]) -> Callable[..., Any]:
         iteration = kwargs["iteration"] if "iteration" in kwargs else args[7]
         active.begin_iteration(iteration + 1)
         outcome = original(*args, **kwargs)
-        losses, skipped, _, should_exit, _, grad_norm, *_ = outcome
+        losses, _, _, should_exit, _, grad_norm, *_ = outcome
         if not should_exit:
-            active.end_iteration(iteration + 1, losses, grad_norm, bool(skipped))
+            active.end_iteration(iteration + 1, losses, grad_norm)
         return outcome
 
     return train_step
