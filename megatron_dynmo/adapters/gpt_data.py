@@ -17,6 +17,7 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_dynmo.adapters.gpt_stages import reads_data
+from megatron_dynmo.adapters.split_check import require_documents
 
 
 def train_valid_test_datasets_provider(
@@ -32,12 +33,17 @@ def train_valid_test_datasets_provider(
         Training, validation (a list of them with `--multiple-validation-sets`) and test data; None
         on ranks that read no data.
 
+    Raises:
+        ConfigError: `--split` leaves a part of the data without documents.
+
     Collective:
         All ranks, once: the builder has rank 0 write the index caches first.
     """
     args = get_args()
     dataset_type = _dataset_type(args)
     config = dataset_config(args)
+    if not args.sft:
+        require_documents(config, train_val_test_num_samples)
     print_rank_0("> building train, validation, and test datasets for GPT ...")
     train, valid, test = BlendedMegatronDatasetBuilder(
         dataset_type,
