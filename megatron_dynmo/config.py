@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +94,7 @@ def parse_forced_moves(text: str) -> tuple[ForcedMove, ...]:
                 f"--dynmo-force-layout: '{piece}' is not ITER:LAYOUT, for example '3:Et*5|t*3L'"
             )
         moves.append(ForcedMove(int(iteration), layout.strip()))
-    for earlier, later in zip(moves, moves[1:], strict=False):
+    for earlier, later in itertools.pairwise(moves):
         if later.iteration <= earlier.iteration:
             raise ConfigError(
                 f"--dynmo-force-layout: iterations must increase, "
@@ -158,7 +159,8 @@ class DynMoConfig:
     )
     force_layout: str = _flag(
         "",
-        "move to exactly this layout after an iteration: ITER:LAYOUT[;ITER:LAYOUT...]",
+        "move to exactly this layout after an iteration, and never by itself: "
+        "ITER:LAYOUT[;ITER:LAYOUT...]",
         metavar="TEXT",
     )
     log_dir: str | None = _flag(None, "folder for events.jsonl", metavar="DIR")

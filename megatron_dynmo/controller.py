@@ -116,6 +116,8 @@ class _Session:
         self._can_move = config.mode == "balance" and topology.pp_size > 1
         if self._can_move:
             run.check_movable(config)
+        # Who forces layouts wants exactly those; what the balancer would do is still reported.
+        self._moves_by_itself = self._can_move and not config.forced_moves
         self._layout: LayerLayout = run.stage.layout
         self.observer = Observer(run, run.make_clock(), config.window)
         self._reporter = Reporter(run, config)
@@ -150,7 +152,7 @@ class _Session:
             return
         decision = self._decider.decide(iteration, reports)
         self._reporter.decision(iteration, decision, latest)
-        if decision.is_move and self._can_move:
+        if decision.is_move and self._moves_by_itself:
             self._move(iteration, decision.new)
 
     def force(self, iteration: int, text: str) -> None:

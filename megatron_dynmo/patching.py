@@ -150,9 +150,12 @@ class PatchSet:
         self._targets, self._edits = targets, edits
         self._late = _late_table(targets, edits)
         logger.debug("applied %d patches at %d places", len(targets), len(edits))
-        strays = [e.place.label for e in edits if e.place.label not in e.spec.addresses]
-        if strays:
-            logger.debug("also rebound, outside the patched packages: %s", ", ".join(strays))
+        for edit in edits:
+            if edit.place.label not in edit.spec.addresses:
+                # A name inside the target's own library is expected; one in a user's script is not.
+                home, place = (a.partition(".")[0] for a in (edit.spec.target, edit.place.label))
+                level = logging.DEBUG if home == place else logging.INFO
+                logger.log(level, "%s is rebound too", edit.place.label)
 
     def revert(self) -> None:
         """Put every original back, last patch first; when not applied, do nothing.
