@@ -275,24 +275,36 @@ def stage_costs(costs: ModelCosts, layout: LayerLayout) -> list[StageCost]:
     return stages
 
 
-def predict_layout_ms(costs: ModelCosts, layout: LayerLayout) -> float:
+def predict_layout_ms(
+    costs: ModelCosts, layout: LayerLayout, *, stage_speeds: Sequence[float] | None = None
+) -> float:
     """Predicted iteration time in ms of a model under a layout, by `predict_iteration_ms`.
 
     Virtual stages run interleaved, one chunk a rank runs 1F1B, as in Megatron.
+
+    Args:
+        costs: the model's costs, measured on a rank of speed 1.
+        layout: who owns which layers.
+        stage_speeds: relative speed of each rank; equal when None.
 
     Raises:
         ConfigError: as `stage_costs` and `schedule_times`.
     """
     stages = stage_costs(costs, layout)
     shape = (layout.virtual_stages, layout.num_stages)
+    speeds = np.ones(layout.num_stages) if stage_speeds is None else np.asarray(stage_speeds)
+
+    def chunk_times(name: str) -> NDArray[np.float64]:
+        return np.array([getattr(s, name) for s in stages], np.float64).reshape(shape) / speeds
+
     per_rank = {
-        name: np.array([getattr(s, name) for s in stages]).reshape(shape).sum(axis=0).tolist()
-        for name in ("reduce_ms", "optimizer_ms")
+        name: chunk_times(name).sum(axis=0).tolist() for name in ("reduce_ms", "optimizer_ms")
     }
+    interleaved = layout.virtual_stages > 1
     return predict_iteration_ms(
-        "interleaved" if layout.virtual_stages > 1 else "1f1b",
-        np.array([s.forward_ms for s in stages]),
-        np.array([s.backward_ms for s in stages]),
+        "interleaved" if interleaved else "1f1b",
+        chunk_times("forward_ms"),
+        chunk_times("backward_ms"),
         costs.num_microbatches,
         costs.p2p_ms,
         num_stages=layout.num_stages,

@@ -5,8 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import pairwise
+from typing import Any
 
+import numpy as np
+
+from megatron_dynmo.balancers.inputs import (
+    check_boundaries,
+    check_counts,
+    edge_row,
+    non_negative,
+    positive,
+)
 from megatron_dynmo.balancers.minmax import Limit, minimise
 from megatron_dynmo.balancers.resource import Resource, to_integers
 from megatron_dynmo.balancers.ties import (
@@ -69,12 +78,12 @@ def partition(
             the stage, the bytes needed and allowed, and what would fit.
     """
     num_layers = len(layer_costs)
-    _check_counts(num_layers, num_stages, min_layers)
-    costs = _numbers(layer_costs, "layer_costs", num_layers)
-    edges = _numbers(
-        [first_stage_extra, last_stage_extra], "first_stage_extra and last_stage_extra", 2
-    )
-    speeds = _speeds(stage_speeds, num_stages)
+    check_counts(num_layers, num_stages, min_layers)
+    costs = non_negative(layer_costs, "layer_costs", num_layers)
+    edges = edge_row((first_stage_extra, last_stage_extra))
+    speeds = [1] * num_stages
+    if stage_speeds is not None:
+        speeds = to_integers(positive(stage_speeds, "stage_speeds", num_stages))[0][0]
     time = _resource(costs, edges, speeds, num_stages)
     memory, limits = _memory(
         layer_memory, layer_activation_memory, (first_stage_memory, last_stage_memory),
@@ -103,16 +112,10 @@ def _least_moved(
 ) -> list[int]:
     """Break ties by the distance from the current boundaries, then by memory."""
     num_layers, num_stages = limits[0].resource.num_layers, limits[0].resource.num_stages
-    bounds = [int(b) for b in current]
-    backwards = any(a > b for a, b in pairwise(bounds))
-    if len(bounds) != num_stages + 1 or (bounds[0], bounds[-1]) != (0, num_layers) or backwards:
-        raise BalanceError(
-            f"current boundaries {bounds} do not describe {num_layers} layers on {num_stages} "
-            f"stages: {num_stages + 1} ascending numbers from 0 to {num_layers} are needed"
-        )
+    bounds = check_boundaries("current boundaries", current, num_layers, num_stages)
     sizes = [1] * num_layers
     if layer_bytes is not None:
-        (sizes,), _ = to_integers(_numbers(layer_bytes, "layer_bytes", num_layers))
+        (sizes,), _ = to_integers(non_negative(layer_bytes, "layer_bytes", num_layers))
     retention = Retention(bounds, sizes)
     if memory is None:
         return keep_most(limits, min_layers, retention) or fallback
@@ -134,13 +137,14 @@ def _memory(
         if limit is not None:
             raise BalanceError("stage_memory_limit is set without layer_memory: give both")
         return None, []
-    static = _numbers(layer_memory or [0] * num_layers, "layer_memory", num_layers)
+    static: Sequence[float] = [0] * num_layers if layer_memory is None else layer_memory
+    static = non_negative(static, "layer_memory", num_layers)
     scaled = None
     if activation_memory is not None:
-        scaled = _numbers(activation_memory, "layer_activation_memory", num_layers)
-    edge_row = _numbers(list(edges), "first_stage_memory and last_stage_memory", 2)
+        scaled = non_negative(activation_memory, "layer_activation_memory", num_layers)
+    edge_bytes = non_negative(edges, "first_stage_memory and last_stage_memory", 2)
     allowed = _limits(limit, num_stages)
-    rows, unit = to_integers(static, scaled or [], edge_row, allowed or [])
+    rows, unit = to_integers(static, scaled or [], edge_bytes, allowed or [])
     factors = None
     if scaled is not None:
         in_flight = num_stages if num_microbatches is None else num_microbatches
@@ -185,51 +189,11 @@ def _raise_does_not_fit(
 # -------------------------------------------------------------------- checking input
 
 
-def _check_counts(num_layers: int, num_stages: int, min_layers: int) -> None:
-    if num_stages < 1:
-        raise BalanceError(f"{num_stages} stages: at least 1 is needed")
-    if min_layers < 0:
-        raise BalanceError(f"min_layers is {min_layers}: it cannot be negative")
-    if num_layers < min_layers * num_stages:
-        raise BalanceError(
-            f"{num_layers} layers cannot give each of {num_stages} stages at least {min_layers}; "
-            f"use at most {num_layers // min_layers} stages or min_layers="
-            f"{num_layers // num_stages}"
-        )
-
-
-def _numbers(values: Sequence[float], name: str, wanted: int) -> list[float]:
-    """Plain Python numbers, finite and not negative."""
-    numbers: list[float] = values.tolist() if hasattr(values, "tolist") else list(values)
-    if len(numbers) != wanted:
-        raise BalanceError(f"{name} has {len(numbers)} numbers, {wanted} are needed")
-    if numbers and not (min(numbers) >= 0 and math.isfinite(sum(numbers))):
-        bad = next(i for i, x in enumerate(numbers) if not (math.isfinite(x) and x >= 0))
-        raise BalanceError(
-            f"{name}[{bad}] is {numbers[bad]}: finite numbers of at least 0 are needed"
-        )
-    return numbers
-
-
-def _speeds(stage_speeds: Sequence[float] | None, num_stages: int) -> list[int]:
-    if stage_speeds is None:
-        return [1] * num_stages
-    speeds = _numbers(stage_speeds, "stage_speeds", num_stages)
-    if min(speeds) <= 0:
-        stage = speeds.index(min(speeds))
-        raise BalanceError(f"stage_speeds[{stage}] is {speeds[stage]}: it must be above 0")
-    return to_integers(speeds)[0][0]
-
-
 def _limits(limit: float | Sequence[float] | None, num_stages: int) -> list[float] | None:
     if limit is None:
         return None
-    row = [limit] * num_stages if isinstance(limit, int | float) else limit
-    allowed = _numbers(row, "stage_memory_limit", num_stages)
-    if min(allowed) <= 0:
-        stage = allowed.index(min(allowed))
-        raise BalanceError(f"stage_memory_limit of stage {stage} is {allowed[stage]} bytes")
-    return allowed
+    row: Any = [limit] * num_stages if np.ndim(limit) == 0 else limit
+    return positive(row, "stage_memory_limit", num_stages)
 
 
 def _extras(edges: Sequence[int], num_stages: int) -> list[int]:
