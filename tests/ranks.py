@@ -5,6 +5,8 @@ once for a whole test session. That is safe because the server runs a single thr
 forks, nothing else (`tests/distributed/test_ranks.py` checks that).
 """
 
+import contextlib
+import ctypes
 import datetime
 import faulthandler
 import multiprocessing
@@ -28,6 +30,7 @@ PRELOAD = (
 # How long the peers of a failed rank may take to notice before they are ended.
 _GRACE_S = 5.0
 _LOG_TAIL_LINES = 60
+_PR_SET_PDEATHSIG = 1
 
 
 class RanksFailed(RuntimeError):
@@ -83,7 +86,8 @@ def run_ranks(
             process = context.Process(
                 target=_rank_main,
                 args=(settings, theirs, dict(env or {}), init_process_group, fn, args),
-                daemon=True,
+                # A daemon may start no process, as Megatron's checkpoint writer does.
+                daemon=False,
             )
             process.start()
             theirs.close()
@@ -152,6 +156,9 @@ def _rank_main(
     args: tuple[Any, ...],
 ) -> None:
     """Be one rank: redirect output, meet the others, call `fn`, report, wait for the others."""
+    # A group of its own, so that what a rank starts is ended with it. No rank outlives its tests.
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     output = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -265,6 +272,8 @@ def _end(ranks: list[_Rank]) -> None:
         rank.connection.close()
     for rank in ranks:
         rank.process.join(0.0 if not rank.done else 2.0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.process.pid, signal.SIGKILL)
         if rank.process.is_alive():
             rank.process.kill()
-            rank.process.join()
+        rank.process.join()

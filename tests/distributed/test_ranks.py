@@ -1,6 +1,7 @@
 """The helper that every distributed test relies on."""
 
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -44,6 +45,10 @@ def _one_sleeps(rank: int, world_size: int) -> None:
         time.sleep(600)
 
 
+def _starts_a_child(rank: int, world_size: int) -> int:
+    return subprocess.Popen(["sleep", "600"]).pid
+
+
 def _one_leaves(rank: int, world_size: int) -> str:
     if rank == 1:
         sys.exit(0)
@@ -81,6 +86,18 @@ def test_a_rank_that_hangs_is_ended_and_shows_where_it_stood() -> None:
     with pytest.raises(RanksFailed, match=r"ranks \[1\] had not finished after 3 s") as caught:
         run_ranks(_one_sleeps, 2, timeout_s=3)
     assert "_one_sleeps" in str(caught.value)
+
+
+def test_what_a_rank_started_is_ended_with_it() -> None:
+    (child,) = run_ranks(_starts_a_child, 1, init_process_group=False)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and not _is_zombie(child):
+        assert time.monotonic() < deadline, f"process {child} is still there"
+        time.sleep(0.01)
+
+
+def _is_zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_a_rank_may_leave_early() -> None:
