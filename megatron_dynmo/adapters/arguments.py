@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron_dynmo.adapters import support
+from megatron_dynmo.adapters.batch_checks import require_legal_batches
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.layout import LayerLayout
 
@@ -16,13 +17,15 @@ def prepare(args: Namespace) -> None:
         args: fresh from the parser, with the `dynmo_*` attributes.
 
     Raises:
-        ConfigError: A feature in use under which no layer can be moved.
+        ConfigError: A feature in use under which no layer can be moved, or a batch that cannot be
+            divided.
         LayoutError: A split that is not legal, or a forced layout that does not fit the model.
     """
     config = DynMoConfig.from_namespace(args)
     if getattr(args, "yaml_cfg", None) is not None or getattr(args, "use_checkpoint_args", False):
         return  # the model's size is not known yet; checked again when training is set up
     support.require_legal_split(args)
+    require_legal_batches(args)
     if config.mode == "balance" and args.pipeline_model_parallel_size > 1:
         support.require_movable(args)
         for move in config.forced_moves:

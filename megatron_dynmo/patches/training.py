@@ -22,12 +22,12 @@ def _with_our_flags(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
-        from megatron_dynmo.adapters import arguments
+        from megatron_dynmo.adapters import arguments, help_text
 
         def provider(parser: Any) -> Any:
             if extra_args_provider is not None:
                 parser = extra_args_provider(parser)
-            return DynMoConfig.add_arguments(parser)
+            return help_text.repair_help(DynMoConfig.add_arguments(parser))
 
         args = original(provider, ignore_unknown_args)
         arguments.prepare(args)
