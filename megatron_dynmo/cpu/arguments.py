@@ -72,8 +72,8 @@ def cpu_argument_defaults(argv: Sequence[str]) -> list[str]:
         Words to append, possibly none.
 
     Raises:
-        ConfigError: The user asked for something that needs CUDA; the text names the flag and what
-            to write instead.
+        ConfigError: The user asked for something that needs CUDA, or that Megatron's local layers
+            cannot train; the text names the flag and what to write instead.
     """
     given = _read(argv)
     _refuse_impossible(given)
@@ -112,3 +112,10 @@ def _refuse_impossible(given: dict[str, str]) -> None:
             raise ConfigError(
                 f"{flag} {given[flag]} needs CUDA, which this run has not: leave the flag out"
             )
+    if "--num-experts" in given and "--disable-bias-linear" not in given:
+        # Upstream adds an expert's bias in place to a view that autograd guards, on any device; a
+        # GPU escapes it only through TransformerEngine's experts.
+        raise ConfigError(
+            "--num-experts with --transformer-impl local trains only experts without bias: "
+            "add --disable-bias-linear"
+        )

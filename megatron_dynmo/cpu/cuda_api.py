@@ -2,7 +2,9 @@
 
 On a CPU every operation has finished when it returns, so a stream or an event has nothing to wait
 for. The random generator of the pretended device is the CPU's own: it is the one that dropout draws
-from, so it must be the one that Megatron seeds, forks, saves and restores.
+from, so it must be the one that Megatron seeds, forks, saves and restores. What the host draws for
+itself must then not advance it: on a GPU the two are apart, and a run that resumes draws the seeds
+of its data loaders at another time than one that never stopped.
 """
 
 import contextlib
@@ -124,6 +126,16 @@ def _manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
 
 
+def _loader_draws_apart(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the start of a data loader's epoch so that its seed does not advance the generator."""
+
+    def __init__(self: Any, loader: Any) -> None:
+        with torch.random.fork_rng(devices=[]):
+            original(self, loader)
+
+    return __init__
+
+
 def _in_place_of(stand_in: Callable[..., Any]) -> Callable[[object], Callable[..., Any]]:
     """Return a patch factory that makes `stand_in`, as a new object, whatever the original was."""
 
@@ -198,7 +210,18 @@ def cuda_api_specs() -> tuple[PatchSpec, ...]:
     They count as wraps although they never call the original: what they rely on is the documented
     signature, so no digest of the body could protect them.
     """
-    return tuple(
+    apart = PatchSpec(
+        name="cpu-data-loader-seed",
+        target="torch.utils.data.dataloader:_BaseDataLoaderIter.__init__",
+        kind=Kind.WRAP,
+        factory=_loader_draws_apart,
+        params=("self", "loader"),
+        reason="a loader draws its seed from dropout's generator, so a resumed run would differ",
+        seam_tried="the loader's own generator argument: Megatron does not pass one",
+        remove_when="Megatron passes a generator to its data loaders",
+        requires="torch>=2.6",
+    )
+    stand_ins = tuple(
         PatchSpec(
             name=f"cpu-cuda-{_kebab(name)}",
             target=f"torch.cuda:{name}",
@@ -212,3 +235,4 @@ def cuda_api_specs() -> tuple[PatchSpec, ...]:
         )
         for name, stand_in, reason, bindings in _STAND_INS
     )
+    return (*stand_ins, apart)

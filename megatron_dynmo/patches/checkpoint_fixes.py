@@ -1,8 +1,8 @@
 """Repairs of the distributed optimizer's checkpoints where neither TransformerEngine nor Apex is.
 
 There Megatron uses `torch.optim.Adam`, which keeps a step count as a tensor for each parameter. The
-code that saves and loads it fails in three ways; each has its own patch. With TransformerEngine or
-Apex installed every wrapper calls straight through.
+code that saves and loads it fails at three places; each has its own patch. With TransformerEngine
+or Apex installed the wrappers change nothing that is saved or loaded.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,20 +37,21 @@ def specs() -> tuple[PatchSpec, ...]:
             kind=Kind.WRAP,
             factory=_load_state_dict,
             params=("self", "state_dict"),
-            reason="all parameters get one step tensor, which Adam then advances once for each",
+            reason="all parameters get one step tensor, which Adam then advances once for each, and "
+            "the dp_reshardable format puts the step from before the load back into it",
             seam_tried="none: the tensor is made inside the function",
-            remove_when="each parameter gets a step tensor of its own",
+            remove_when="each parameter gets the saved step in a tensor of its own",
         ),
         PatchSpec(
-            name="distopt-load-without-step",
+            name="distopt-set-states",
             target=f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
             kind=Kind.WRAP,
             factory=_set_states,
             params=("self", "model_param", "tensors"),
-            reason="it demands a 'step' among the loaded tensors, which the formats do not hold: "
-            "KeyError",
+            reason="it demands a 'step' that the formats do not hold (KeyError), and copies into "
+            "views of fp32 parameters with gradients on (RuntimeError)",
             seam_tried="none: called from inside the loaders",
-            remove_when="a step that was not saved with the tensors is left alone",
+            remove_when="it leaves a step that was not saved alone and copies under no_grad",
         ),
     )
 
@@ -85,20 +86,21 @@ def _placeholder(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _load_state_dict(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `load_state_dict` so that every parameter ends with a step tensor of its own."""
+    """Wrap `load_state_dict` so that each parameter ends with the saved step as its own tensor."""
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         original(self, state_dict)
         if _has_own_steps():
+            # The original has checked that all groups were saved with the same step.
+            step = state_dict["optimizer"]["param_groups"][0]["step"]
             for state in self.optimizer.state.values():
-                if isinstance(state.get("step"), torch.Tensor):
-                    state["step"] = state["step"].clone()
+                state["step"] = torch.tensor(step, dtype=torch.float32)
 
     return load_state_dict
 
 
 def _set_states(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the setter so that a step that was not saved with the tensors keeps its value."""
+    """Wrap the setter: a step that was not saved keeps its value, and no gradient is recorded."""
 
     def _set_main_param_and_optimizer_states(
         self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]
@@ -106,7 +108,9 @@ def _set_states(original: Callable[..., None]) -> Callable[..., None]:
         if _has_own_steps():
             # Anything that is not a tensor is left alone by the original.
             tensors = {"step": None, **tensors}
-        original(self, model_param, tensors)
+        # The main parameter of an fp32 model is a view of the parameter itself.
+        with torch.no_grad():
+            original(self, model_param, tensors)
 
     return _set_main_param_and_optimizer_states
 
