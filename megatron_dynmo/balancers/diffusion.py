@@ -13,7 +13,8 @@ times, sorted from the largest down, strictly falls in lexicographic order; its 
 largest stage time, never rises, and as there are finitely many splits there are finitely many
 exchanges. At the end no move of a single boundary lowers the larger of its two stages' times.
 
-How soon. With stages of equal speed every exchange lowers the sum of squared times F too. Let g be
+How soon. With stages of equal speed every exchange lowers the sum of squared times F too; a relay
+that would not is given up, though it may have lowered the largest time. Let g be
 a common divisor of all costs and extras: F / g^2 is whole and changes in even steps, as the sum of
 times is constant, so there are at most (F_start - total^2 / P) / 2 g^2 exchanges. Every round but
 the last has one, hence `round_bound` = exchanges + 1. With unequal speeds the number of splits

@@ -148,6 +148,31 @@ def test_every_pass_waits_for_its_rank_and_its_input(data, num_stages, virtual_s
 
 
 @pytest.mark.parametrize(
+    ("schedule", "rank", "virtual_stages", "expected"),
+    [
+        ("1f1b", 0, 1, "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3"),
+        ("1f1b", 1, 1, "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3"),
+        ("gpipe", 1, 1, "F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3"),
+        (
+            "interleaved",
+            1,
+            2,
+            "F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 F0.2 B0.0 F0.3 B0.1 F1.2 B1.2 F1.3 B1.3 B0.2 B0.3",
+        ),
+        (
+            "interleaved",
+            0,
+            2,
+            "F0.0 F0.1 F1.0 F1.1 F0.2 B1.0 F0.3 B1.1 F1.2 B0.0 F1.3 B0.1 B1.2 B1.3 B0.2 B0.3",
+        ),
+    ],
+)
+def test_orders_written_out(schedule, rank, virtual_stages, expected):
+    order = rank_order(schedule, rank, 2, 4, virtual_stages=virtual_stages)
+    assert " ".join(f"{kind[0].upper()}{vp}.{mb}" for kind, vp, mb in order) == expected
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("zigzag", [1.0], [1.0], 1), "unknown schedule 'zigzag'; use one of 1f1b"),

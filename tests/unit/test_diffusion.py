@@ -60,6 +60,8 @@ def test_never_worse_and_ends_where_no_boundary_move_helps(start, data):
     before = stage_times(costs, bounds, first, last, speeds)
     times = stage_times(costs, end, first, last, speeds)
     assert sorted(times, reverse=True) <= sorted(before, reverse=True)
+    if speeds is None and end != bounds:
+        assert sum(t * t for t in times) < sum(t * t for t in before)
     assert result.history[0] == float(max(before))
     assert result.history[-1] == float(max(times))
     assert result.converged
@@ -171,6 +173,13 @@ def test_relays_level_a_slope_at_which_every_pair_is_content():
     assert (stuck.boundaries, stuck.rounds) == (slope, 1)
     level = diffusion([1.0] * 36, slope)
     assert max(b - a for a, b in pairwise(level.boundaries)) == 5 == -(-36 // 8)
+
+
+def test_a_relay_must_lower_the_sum_of_squares_which_bounds_the_rounds():
+    """Passing 1, then 9.5, then 5 on would end at 9, 1, 9.5, 9.5: lower peak, larger squares."""
+    costs, bounds = [9.0, 1.0, 9.5, 5.0, 4.5], [0, 2, 3, 4, 5]
+    result = diffusion(costs, bounds)
+    assert result.boundaries == bounds
 
 
 def test_an_empty_stage_gets_layers():
