@@ -4,6 +4,7 @@ Pure: imports neither torch nor Megatron. Megatron's own defaults suit a GPU wit
 TransformerEngine; what is added here only chooses the plain implementation of the same model.
 """
 
+import itertools
 import logging
 from collections.abc import Sequence
 
@@ -90,7 +91,7 @@ def cpu_argument_defaults(argv: Sequence[str]) -> list[str]:
 def _read(argv: Sequence[str]) -> dict[str, str]:
     """Return each flag with the word that follows it; of a repeated flag the last one counts."""
     given = {}
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in itertools.pairwise([*argv, ""]):
         if word.startswith("--"):
             flag, equals, value = word.partition("=")
             given[flag] = value if equals else following

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,16 +24,6 @@ def _allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(True, *args[1:], **kwargs)
 
     return initialize_megatron
-
-
-def _compile_if_missing(original: Callable[[], None]) -> Callable[[], None]:
-    """Wrap `compile_helpers` so that it compiles only what is not there yet."""
-
-    def compile_helpers() -> None:
-        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-            original()
-
-    return compile_helpers
 
 
 def _set_rng_state(original: Callable[..., None]) -> Callable[..., None]:
@@ -123,16 +112,6 @@ def _start_specs() -> tuple[PatchSpec, ...]:
             reason="it asserts CUDA unless told otherwise",
             seam_tried="its own allow_no_cuda: pretrain() gives no way to pass it",
             remove_when="pretrain() passes allow_no_cuda on",
-        ),
-        PatchSpec(
-            name="wheel-compile-helpers",
-            target="megatron.core.datasets.utils:compile_helpers",
-            kind=Kind.WRAP,
-            factory=_compile_if_missing,
-            params=(),
-            reason="the wheel holds helpers_cpp built but no Makefile, so `make` fails and exits",
-            seam_tried="none: called unconditionally on rank 0",
-            remove_when="upstream compiles only when the import fails",
         ),
         PatchSpec(
             name="cpu-force-eager",

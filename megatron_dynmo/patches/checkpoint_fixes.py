@@ -37,8 +37,8 @@ def specs() -> tuple[PatchSpec, ...]:
             kind=Kind.WRAP,
             factory=_load_state_dict,
             params=("self", "state_dict"),
-            reason="all parameters get one step tensor, which Adam then advances once for each, and "
-            "the dp_reshardable format puts the step from before the load back into it",
+            reason="all parameters get one step tensor, which Adam advances once for each, and the "
+            "dp_reshardable format puts the step from before the load back into it",
             seam_tried="none: the tensor is made inside the function",
             remove_when="each parameter gets the saved step in a tensor of its own",
         ),
