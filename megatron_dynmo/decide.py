@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_dynmo.balancers.partition import partition
+from megatron_dynmo.balancers import min_max_layout
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.cost import ModelCosts, predict_layout_ms
 from megatron_dynmo.layout import LayerLayout
@@ -58,12 +58,10 @@ class Decider:
 
 def choose(costs: ModelCosts, layout: LayerLayout) -> LayerLayout:
     """The best layout for these costs, near the present one among equals."""
-    boundaries = partition(
-        [layer.total_ms for layer in costs.layers],
+    return min_max_layout(
+        costs,
         layout.num_stages,
-        first_stage_extra=costs.first_stage_extra.total_ms,
-        last_stage_extra=costs.last_stage_extra.total_ms,
+        virtual_stages=layout.virtual_stages,
+        current=layout,
         min_layers=0,
-        current=layout.boundaries,
     )
-    return layout.with_boundaries(boundaries)
