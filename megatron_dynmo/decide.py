@@ -1,20 +1,22 @@
-"""From measured windows to a decision: balancer, objective and trigger put together.
+"""From measured windows to a decision: balancer and trigger put together for a run.
 
 Pure arithmetic on numbers that every rank has, so every rank comes to the same answer.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_dynmo.balancers import min_max_layout
+from megatron_dynmo.balancers import diffusion, min_max_layout
 from megatron_dynmo.config import DynMoConfig
-from megatron_dynmo.cost import ModelCosts, predict_layout_ms
+from megatron_dynmo.cost import ExtraCost, LayerCost, ModelCosts
+from megatron_dynmo.errors import BalanceError
 from megatron_dynmo.layout import LayerLayout
 from megatron_dynmo.migrator import MigrationReport
 from megatron_dynmo.profile_report import ProfileReport
-from megatron_dynmo.trigger import Decision
+from megatron_dynmo.trigger import Decision, Trigger, TriggerSettings
 
 
 class Decider:
@@ -22,14 +24,20 @@ class Decider:
 
     Args:
         config: the settings.
-        run: a `MegatronRun`, for how long training still goes on.
+        run: a `MegatronRun`, for how long training still goes on and what a stage may hold.
         layout: layout in force at the start.
     """
 
     def __init__(self, config: DynMoConfig, run: Any, layout: LayerLayout) -> None:
         self._config = config
         self._run = run
-        self._layout = layout
+        cap = config.memory_cap_gb
+        self._memory_limit = run.device_memory_bytes if cap is None else cap * 1e9
+        settings = dataclasses.replace(
+            TriggerSettings.from_config(config), memory_cap_bytes=self._memory_limit
+        )
+        self._trigger = Trigger(settings, choose=self._choose)
+        self._trigger.start(layout, run.first_iteration, run.train_iters - run.first_iteration)
 
     def decide(self, iteration: int, reports: Sequence[tuple[int, ProfileReport]]) -> Decision:
         """Decide on one window.
@@ -38,30 +46,86 @@ class Decider:
             iteration: 1-based number of the iteration that ended.
             reports: (iteration, report) of each measured iteration of the window.
         """
-        costs = reports[-1][1].costs
-        new = choose(costs, self._layout)
-        now_ms, new_ms = predict_layout_ms(costs, self._layout), predict_layout_ms(costs, new)
-        gain = 100 * (1 - new_ms / now_ms)
-        if new == self._layout or gain < self._config.min_gain_pct:
-            reason = f"best layout {new} gains {gain:.1f} % (< {self._config.min_gain_pct:g} %)"
-            return Decision("stay", reason, self._layout, self._layout, now_ms, gain)
-        reason = f"{new} takes {new_ms:.1f} ms instead of {now_ms:.1f} ms an iteration"
-        return Decision("move", reason, self._layout, new, new_ms, gain)
+        for number, report in reports:
+            self._trigger.observe(number, report.costs, report.iteration_ms)
+        return self._trigger.decide(iteration, self._run.train_iters - iteration)
 
     def moved(self, iteration: int, layout: LayerLayout, report: MigrationReport) -> None:
         """Take note of a move that was carried out."""
-        self._layout = layout
+        self._trigger.moved(iteration, layout, report.duration_ms, report.num_bytes)
 
     def refused(self, iteration: int, layout: LayerLayout, reason: str) -> None:
         """Take note of a move that failed before anything changed."""
+        self._trigger.refused(iteration, layout, reason)
+
+    def _choose(
+        self, costs: ModelCosts, layout: LayerLayout, speeds: tuple[float, ...]
+    ) -> LayerLayout:
+        """The layout that the configured balancer proposes."""
+        weighed = weigh(costs, self._config.weight)
+        if self._config.balancer == "diffusion":
+            new = _diffuse(weighed, layout, speeds, self._memory_limit)
+        else:
+            new = min_max_layout(
+                weighed,
+                layout.num_stages,
+                virtual_stages=layout.virtual_stages,
+                stage_speeds=speeds,
+                stage_memory_limit=self._memory_limit,
+                min_layers=0,
+                current=layout,
+            )
+        if layout.mtp_num_layers and _last_owner(new) != _last_owner(layout):
+            raise BalanceError(
+                f"{new} would move layer {layout.num_layers}, which the MTP block hangs on"
+            )
+        return new
 
 
-def choose(costs: ModelCosts, layout: LayerLayout) -> LayerLayout:
-    """The best layout for these costs, near the present one among equals."""
-    return min_max_layout(
+def weigh(costs: ModelCosts, weight: str) -> ModelCosts:
+    """Costs with what a layer weighs in the place of its time.
+
+    Args:
+        costs: as measured.
+        weight: `time`; `params`, bytes of parameters and optimizer state, which shrink with
+            pruning; or `memory`, the activations of a micro-batch too.
+    """
+    if weight == "time":
+        return costs
+
+    def weighed[Part: (LayerCost, ExtraCost)](part: Part) -> Part:
+        load = part.memory_bytes + (part.activation_bytes if weight == "memory" else 0)
+        return dataclasses.replace(part, forward_ms=float(load), backward_ms=0.0)
+
+    return dataclasses.replace(
         costs,
-        layout.num_stages,
-        virtual_stages=layout.virtual_stages,
-        current=layout,
-        min_layers=0,
+        layers=tuple(weighed(layer) for layer in costs.layers),
+        first_stage_extra=weighed(costs.first_stage_extra),
+        last_stage_extra=weighed(costs.last_stage_extra),
     )
+
+
+def _diffuse(
+    costs: ModelCosts, layout: LayerLayout, speeds: Sequence[float], memory_limit: float | None
+) -> LayerLayout:
+    """Let neighbours hand over boundary layers, from the layout in force."""
+    if layout.virtual_stages > 1:
+        raise BalanceError(
+            "--dynmo-balancer diffusion knows one chunk a rank, this run has "
+            f"{layout.virtual_stages}; use --dynmo-balancer partition"
+        )
+    result = diffusion(
+        [layer.total_ms for layer in costs.layers],
+        layout.boundaries,
+        first_stage_extra=costs.first_stage_extra.total_ms,
+        last_stage_extra=costs.last_stage_extra.total_ms,
+        stage_speeds=speeds,
+        min_layers=0,
+        layer_memory=None if memory_limit is None else [la.memory_bytes for la in costs.layers],
+        stage_memory_limit=memory_limit,
+    )
+    return layout.with_boundaries(result.boundaries)
+
+
+def _last_owner(layout: LayerLayout) -> tuple[int, int]:
+    return layout.owner_of(layout.num_layers)
