@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: help setup format lint types test test-unit test-upstream test-distributed test-e2e \
-	test-matrix demo bench patches lock dist clean
+	test-matrix demo bench patches docs lock dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -52,8 +52,8 @@ test-distributed: setup ## Spawned ranks over gloo
 test-e2e: setup ## Real pretraining of a tiny GPT
 	$(BIN)/pytest tests/e2e -m "not matrix"
 
-test-matrix: setup ## The whole parity table (slow, outside CI)
-	$(BIN)/pytest tests/e2e -m matrix --timeout 3600
+test-matrix: setup ## The whole parity table and other slow cells (outside CI)
+	$(BIN)/pytest -m matrix --timeout 3600
 
 demo: setup ## Real text, real Megatron, a layer that moves: static against balanced
 	$(BIN)/python scripts/demo.py
@@ -63,6 +63,9 @@ bench: demo ## All benchmarks that write benchmarks/results
 patches: setup ## List and check the patches of Megatron
 	$(BIN)/dynmo patches list
 	$(BIN)/dynmo patches check
+
+docs: setup ## Rewrite the documents that are made from the sources
+	$(BIN)/dynmo patches list --markdown > docs/patches.md
 
 lock: setup ## Pin the newest allowed versions in constraints.txt
 	$(BIN)/uv pip compile --quiet --upgrade --no-header --no-annotate --no-emit-index-url \

@@ -32,7 +32,7 @@ from scripts.results import ROOT, write_results
 NUM_LAYERS = 8
 MODEL = f"""
     --num-layers {NUM_LAYERS} --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4
-    --seq-length 256 --max-position-embeddings 256 --attention-dropout 0 --hidden-dropout 0
+    --seq-length 128 --max-position-embeddings 128 --attention-dropout 0 --hidden-dropout 0
     --micro-batch-size 2 --global-batch-size 16 --pipeline-model-parallel-size 2
     --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --clip-grad 1.0 --split 98,1,1
     --eval-iters 0 --eval-interval 100000 --log-interval 1 --num-workers 0
@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "demo")
     args = parser.parse_args()
     shutil.rmtree(args.folder, ignore_errors=True)
-    corpus, _ = build_corpus(args.folder / "corpus", vocab_size=8192)
+    corpus, _ = build_corpus(args.folder / "corpus", vocab_size=16384)
     console.print(
         f"corpus: {corpus.documents} files of the Python standard library, "
         f"{corpus.tokens / 1e6:.1f} M tokens, vocabulary {corpus.vocab_size}"

@@ -31,6 +31,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("action", choices=("list", "check", "digest"))
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--markdown", action="store_true", help="list: print docs/patches.md, with every reason"
+    )
     parser.set_defaults(run=run)
 
 
@@ -38,19 +41,35 @@ def run(args: argparse.Namespace) -> int:
     """Run `dynmo patches`.
 
     Args:
-        args: `action` ("list", "check" or "digest") and `json`.
+        args: `action` ("list", "check" or "digest"), `json` and `markdown`.
 
     Returns:
         1 if `check` found a problem or `digest` a missing target, else 0.
     """
     from megatron_dynmo.patches import all_specs  # imports Megatron, so only when it is needed
 
+    if args.markdown:
+        print(document(all_specs()), end="")
+        return 0
     actions = {"list": _list, "check": _check, "digest": _digest}
     return actions[args.action](all_specs(), args.json, Console())
 
 
+def document(specs: Iterable[PatchSpec]) -> str:
+    """Return docs/patches.md."""
+    return (
+        "# What is patched in Megatron, and why\n\n"
+        "Made by `dynmo patches list --markdown`; a test compares it with the specs. Mode `observe` "
+        "applies `parse-args`, `setup-model-and-optimizer`, `train-step`, `forward-step` and "
+        "`backward-step`; mode `balance` also those of buckets and numerics; the rest only where "
+        "CUDA is absent, or where a wheel or an optional library is missing. All or none are "
+        "applied; `dynmo patches check` compares them with the installed Megatron.\n\n"
+        + markdown_table(specs)
+    )
+
+
 def markdown_table(specs: Iterable[PatchSpec]) -> str:
-    """Return the patches as a Markdown table, for the README."""
+    """Return the patches as a Markdown table."""
     header = ("Patch", "Kind", "Target", "Why", "Seam tried", "Goes when")
     rows: list[tuple[str, ...]] = [header, tuple("---" for _ in header)]
     for spec in specs:
