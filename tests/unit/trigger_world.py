@@ -16,6 +16,25 @@ MICROBATCHES = 8
 LAYER_BYTES = 10**8
 
 
+L = 24
+EVEN = LayerLayout.even(L, 4)
+UNEVEN = EVEN.with_boundaries([0, 12, 16, 20, 24])
+
+
+def flat(iteration: int) -> np.ndarray:
+    return np.full(L, 3.0)
+
+
+def heavy(layers: slice, factor: float) -> np.ndarray:
+    load = np.full(L, 3.0)
+    load[layers] *= factor
+    return load
+
+
+def gaussian(sd: float, layers: int = L):
+    return lambda rng: rng.normal(1.0, sd, layers).clip(0.1)
+
+
 def balance(costs: ModelCosts, layout: LayerLayout, speeds: tuple[float, ...]) -> LayerLayout:
     """The balancer of these tests: exact min-max, fewest layers moved among equals."""
     return layout.with_boundaries(
@@ -152,3 +171,7 @@ def model_costs(layer_ms: np.ndarray, microbatches: int = MICROBATCHES) -> Model
         ),
         num_microbatches=microbatches,
     )
+
+
+def world_ms(layout: LayerLayout) -> float:
+    return predict_layout_ms(model_costs(flat(0)), layout)
