@@ -64,7 +64,7 @@ def cpu_argument_defaults(argv: Sequence[str]) -> list[str]:
     """Return the flags to append to a Megatron command line so that it runs on a CPU.
 
     What the user gave already is not repeated. Rank 0 logs one line that says what was added. The
-    environment variable CUDA_DEVICE_MAX_CONNECTIONS is not needed, whatever the parallelism.
+    environment variable CUDA_DEVICE_MAX_CONNECTIONS is never needed (`cuda_api.CpuProperties`).
 
     Args:
         argv: The words after the program's name, `--flag value` or `--flag=value`.
@@ -83,8 +83,12 @@ def cpu_argument_defaults(argv: Sequence[str]) -> list[str]:
         if flag not in given:
             added += [flag, value]
     added += [switch for switch in _NEEDED_SWITCHES if switch not in given]
-    if added and is_rank_0():
-        logger.info("no CUDA: training on the CPU over gloo, with %s", " ".join(added))
+    if is_rank_0():
+        logger.info(
+            "no CUDA: training on the CPU over gloo, CUDA_DEVICE_MAX_CONNECTIONS not needed; "
+            "flags added: %s",
+            " ".join(added) or "none",
+        )
     return added
 
 
