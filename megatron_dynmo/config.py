@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_dynmo.emulate.emulation_file import read_emulation
 from megatron_dynmo.errors import ConfigError
 
 PREFIX = "--dynmo-"
@@ -175,6 +176,12 @@ class DynMoConfig:
         "dropout streams by layer, micro-batch and iteration, so that dropout does not depend on "
         "the layout",
     )
+    emulate: str | None = _flag(
+        None,
+        "tests and benchmarks only: run on emulated devices, whose virtual time this file "
+        "describes (docs/emulation.md)",
+        metavar="FILE",
+    )
 
     def __post_init__(self) -> None:
         parse_forced_moves(self.force_layout)
@@ -185,6 +192,10 @@ class DynMoConfig:
             )
         if self.log_dir is not None and Path(self.log_dir).is_file():
             raise ConfigError(f"--dynmo-log-dir {self.log_dir} is a file, give a folder")
+        if self.emulate is not None:
+            if self.mode == "off":
+                raise ConfigError("--dynmo-emulate needs --dynmo-mode observe or balance")
+            read_emulation(self.emulate)  # a wrong file is a mistake in a flag
 
     @property
     def forced_moves(self) -> tuple[ForcedMove, ...]:

@@ -172,7 +172,8 @@ class _Session:
         if new == old:
             return
         try:
-            report = self._migrator.migrate(build_plan(old, new))
+            plan = build_plan(old, new)
+            report = self._run.moved(plan, self._migrator.migrate(plan))
         except MoveRefused as refusal:
             self._reporter.warn(f" dynmo iteration {iteration:6d} | {refusal}")
             self._decider.refused(iteration, new, str(refusal))

@@ -41,7 +41,8 @@ class Reporter:
         self._log = events.EventLog(
             Path(config.log_dir) / EVENTS_FILE
             if config.log_dir is not None and run.topology.rank == 0
-            else None
+            else None,
+            always={"emulated": True} if run.is_emulated else {},
         )
         self._shares_losses = config.log_dir is not None
         self._scalars = ScalarWriter(run.writers())
@@ -53,12 +54,19 @@ class Reporter:
     def say(self, text: str) -> None:
         """Print a line on the rank that prints Megatron's log lines."""
         if self._is_speaker:
-            _speech.info(text)
+            _speech.info(self._marked(text))
 
     def warn(self, text: str) -> None:
         """Print a warning on that rank."""
         if self._is_speaker:
-            _speech.warning(text)
+            _speech.warning(self._marked(text))
+
+    def _marked(self, text: str) -> str:
+        """Say in every line that its times are virtual, where they are."""
+        if not self._run.is_emulated:
+            return text
+        head, separator, rest = text.partition(" | ")
+        return f"{head} | emulated{separator}{rest}"
 
     def iteration(
         self, iteration: int, iteration_ms: float, losses: dict[str, Any], grad_norm: Any

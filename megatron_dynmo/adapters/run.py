@@ -9,7 +9,7 @@ import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
-from megatron_dynmo.adapters import support
+from megatron_dynmo.adapters import emulated, support
 from megatron_dynmo.adapters.digest import digests
 from megatron_dynmo.adapters.layer_rng import LayerRng
 from megatron_dynmo.adapters.stage import MegatronStage
@@ -18,6 +18,8 @@ from megatron_dynmo.clock import Clock, make_clock
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.errors import MigrationError
 from megatron_dynmo.layout import LayerLayout
+from megatron_dynmo.migrator import MigrationReport
+from megatron_dynmo.plan import MigrationPlan
 from megatron_dynmo.profiler import ChunkModules, StaticBytes
 
 
@@ -134,8 +136,35 @@ class MegatronRun:
         return digests(self.topology, self.stage)
 
     def make_clock(self) -> Clock:
-        """The clock that this run is measured with."""
-        return make_clock(self.device)
+        """The clock that this run is measured with.
+
+        Raises:
+            ConfigError: The emulation file is wrong or describes another model.
+        """
+        if not self.is_emulated:
+            return make_clock(self.device)
+        device = emulated.start(
+            self.args.dynmo_emulate,
+            self.topology,
+            self.num_layers,
+            lambda: int(self.args.curr_iteration) + 1,
+        )
+        device.attach(self.chunk_modules())
+        return device.clock
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether all times of this run are virtual."""
+        return self.args.dynmo_emulate is not None
+
+    def moved(self, plan: MigrationPlan, report: MigrationReport) -> MigrationReport:
+        """Take note of a move that was made; emulated devices say what it cost.
+
+        Collective:
+            All ranks of the world.
+        """
+        device = emulated.device() if self.is_emulated else None
+        return report if device is None else device.moved(plan, report, self.chunk_modules())
 
     def make_layer_rng(self) -> LayerRng:
         """Dropout streams by layer, attached to the model."""
@@ -151,6 +180,13 @@ class MegatronRun:
     def is_writer_rank(self) -> bool:
         """Whether this rank, the last of the world, has Megatron's TensorBoard and W&B writers."""
         return self.topology.rank == self.topology.world_size - 1
+
+    @property
+    def device_memory_bytes(self) -> float | None:
+        """Memory of this rank's GPU; None on a CPU, whose memory all ranks share."""
+        if self.device.type != "cuda":
+            return None
+        return float(torch.cuda.get_device_properties(self.device).total_memory)
 
     @property
     def device(self) -> torch.device:

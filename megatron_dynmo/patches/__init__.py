@@ -12,7 +12,14 @@ from megatron_dynmo.patch_spec import PatchSpec
 def all_specs() -> tuple[PatchSpec, ...]:
     """Return every patch of Megatron that some configuration applies, the CPU layer's last."""
     from megatron_dynmo.cpu import cpu_specs
-    from megatron_dynmo.patches import buckets, checkpoint_fixes, numerics, schedules, training
+    from megatron_dynmo.patches import (
+        buckets,
+        checkpoint_fixes,
+        emulation,
+        numerics,
+        schedules,
+        training,
+    )
 
     return (
         *training.specs(),
@@ -20,6 +27,7 @@ def all_specs() -> tuple[PatchSpec, ...]:
         *buckets.specs(),
         *numerics.specs(),
         *checkpoint_fixes.specs(),
+        *emulation.specs(),
         *cpu_specs(),
     )
 
@@ -38,6 +46,10 @@ def specs_for(config: DynMoConfig, *, on_cpu: bool) -> tuple[PatchSpec, ...]:
         chosen += training.specs() + schedules.specs()
     if config.mode == "balance":
         chosen += buckets.specs() + numerics.specs()
+    if config.emulate is not None:
+        from megatron_dynmo.patches import emulation
+
+        chosen += emulation.specs()
     if on_cpu:
         from megatron_dynmo.cpu import cpu_specs
 

@@ -47,15 +47,21 @@ class EventLog:
     Args:
         path: the file, whose folder is made; None on ranks that do not write.
         now_s: gives the `time_s` of a line, seconds since the epoch.
+        always: fields of every line.
 
     Raises:
         ConfigError: the file cannot be opened; says why.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str] | None, *, now_s: Callable[[], float] = time.time
+        self,
+        path: str | os.PathLike[str] | None,
+        *,
+        now_s: Callable[[], float] = time.time,
+        always: Mapping[str, Any] | None = None,
     ) -> None:
         self._now_s = now_s
+        self._always = dict(always or {})
         self._file: BinaryIO | None = None if path is None else _open(Path(path))
 
     @property
@@ -73,7 +79,8 @@ class EventLog:
         if self._file is None:
             return
         assert "event" in event, event
-        line = {"iteration": iteration, "event": event["event"], "time_s": self._now_s(), **event}
+        head = {"iteration": iteration, "event": event["event"], "time_s": self._now_s()}
+        line = head | self._always | dict(event)
         self._file.write(orjson.dumps(line, option=_OPTIONS) + b"\n")
 
     def close(self) -> None:
