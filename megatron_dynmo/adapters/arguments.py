@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron_dynmo.adapters import support
+from megatron_dynmo.adapters import checkpoint, support
 from megatron_dynmo.adapters.batch_checks import require_legal_batches
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.layout import LayerLayout
@@ -24,6 +24,8 @@ def prepare(args: Namespace) -> None:
     config = DynMoConfig.from_namespace(args)
     if getattr(args, "yaml_cfg", None) is not None or getattr(args, "use_checkpoint_args", False):
         return  # the model's size is not known yet; checked again when training is set up
+    if config.mode == "balance" and args.pipeline_model_parallel_size > 1:
+        checkpoint.restore_layout(args)
     support.require_legal_split(args)
     require_legal_batches(args)
     if config.mode == "balance" and args.pipeline_model_parallel_size > 1:
