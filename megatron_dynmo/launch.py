@@ -19,8 +19,9 @@ from megatron_dynmo.errors import BalanceError, ConfigError, DynMoError, LayoutE
 
 EXIT_STATUS_WRONG_USE = 2
 
-# How long a silent rank waits for rank 0, which may still be importing.
+# How long a silent rank waits for rank 0, which may still be importing, and rank 0 for the others.
 _GRACE_S = 10.0
+_HEAD_START_S = 3.0
 
 # What a user can put right. A MigrationError is not among them: its traceback is wanted.
 _MISTAKES = (ConfigError, LayoutError, BalanceError, PatchError)
@@ -75,22 +76,24 @@ def one_line_errors(*mistakes: type[DynMoError]) -> Iterator[None]:
     except answered as error:
         if _speaks(error):
             print(f"dynmo: error: {one_line(error)}", file=sys.stderr, flush=True)
+            _wait_for_the_end(_HEAD_START_S)
         else:
-            _leave_last()
+            _wait_for_the_end(_GRACE_S)
         raise SystemExit(EXIT_STATUS_WRONG_USE) from None
 
 
-def _leave_last() -> None:
-    """Wait until the launcher ends the job, or for the grace period.
+def _wait_for_the_end(limit_s: float) -> None:
+    """Wait until the launcher ends the job, or for the time given.
 
-    A launcher ends all ranks as soon as one has left, so a rank that left first could silence the
-    one that has something to say.
+    A launcher kills all ranks as soon as one has left: the one that has something to say, or one
+    that still starts and would have left by itself with the right status.
     """
-    if threading.current_thread() is not threading.main_thread():
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if is_alone or threading.current_thread() is not threading.main_thread():
         return
     job_ends = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: job_ends.set())
-    job_ends.wait(_GRACE_S)
+    job_ends.wait(limit_s)
 
 
 def one_line(error: Exception) -> str:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -218,14 +217,18 @@ class TestOneLine:
                 [sys.executable, "-c", WITHOUT_MEGATRON, "run"],
                 stderr=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={
+                    **os.environ,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                },
             )
             for rank in (1, 0)
         ]
         silent, speaking = ranks
         assert "run needs a training script" in speaking.communicate()[1]
         # Rank 1 stays until the launcher ends the job, and then leaves with the same status.
-        time.sleep(0.5)
         silent.send_signal(signal.SIGTERM)
         assert silent.communicate()[1] == ""
         assert [rank.returncode for rank in ranks] == [2, 2]
@@ -251,6 +254,7 @@ class TestOneLine:
     )
     def test_who_speaks(self, env, speaks, monkeypatch, capsys):
         monkeypatch.setattr(launch, "_GRACE_S", 0.0)
+        monkeypatch.setattr(launch, "_HEAD_START_S", 0.0)
         for name in ("RANK", "LOCAL_RANK"):
             monkeypatch.delenv(name, raising=False)
         for name, value in env.items():
