@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_dynmo.emulate.emulation_file import read_emulation
 from megatron_dynmo.errors import ConfigError
 
 PREFIX = "--dynmo-"
@@ -195,6 +194,8 @@ class DynMoConfig:
         if self.emulate is not None:
             if self.mode == "off":
                 raise ConfigError("--dynmo-emulate needs --dynmo-mode observe or balance")
+            from megatron_dynmo.emulate.emulation_file import read_emulation  # needs numpy
+
             read_emulation(self.emulate)  # a wrong file is a mistake in a flag
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -42,11 +43,23 @@ def start() -> DynMoConfig:
     """
     import megatron_dynmo
 
+    _let_rank_0_speak()
     config = DynMoConfig.from_argv(sys.argv[1:])
     if config.mode == "off":
         sys.argv[1:] = without_our_flags(sys.argv[1:])
     megatron_dynmo.enable(config)
     return config
+
+
+def _let_rank_0_speak() -> None:
+    """Show this package's lines once, before and after Megatron sets up its own logging."""
+    logger = logging.getLogger("megatron_dynmo")
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter(" dynmo %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+    logger.setLevel(logging.INFO if is_rank_0() else logging.WARNING)
 
 
 def without_our_flags(argv: Sequence[str]) -> list[str]:

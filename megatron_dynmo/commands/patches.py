@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_dynmo.errors import PatchError
-from megatron_dynmo.patch_guards import target_digest
 from megatron_dynmo.patching import PatchSet, PatchSpec, active
+from megatron_dynmo.patching.guards import target_digest
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -59,12 +59,14 @@ def document(specs: Iterable[PatchSpec]) -> str:
     """Return docs/patches.md."""
     return (
         "# What is patched in Megatron, and why\n\n"
-        "Made by `dynmo patches list --markdown`; a test compares it with the specs. Mode `observe` "
-        "applies `parse-args`, `setup-model-and-optimizer`, `train-step`, `forward-step` and "
-        "`backward-step`; mode `balance` also those of buckets and numerics; the rest only where "
-        "CUDA is absent, or where a wheel or an optional library is missing. All or none are "
-        "applied; `dynmo patches check` compares them with the installed Megatron.\n\n"
-        + markdown_table(specs)
+        "Made by `dynmo patches list --markdown`; a test compares it with the specs.\n\n"
+        "- Mode `observe` applies `parse-args`, `setup-model-and-optimizer`, `train-step`, "
+        "`forward-step` and `backward-step`.\n"
+        "- Mode `balance` also applies those of buckets and numerics.\n"
+        "- The rest is applied only where CUDA is absent, where a wheel or an optional library is "
+        "missing, or on emulated devices.\n\n"
+        "All or none are applied; `dynmo patches check` compares them with the installed "
+        "Megatron.\n\n" + markdown_table(specs)
     )
 
 

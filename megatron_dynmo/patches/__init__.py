@@ -6,7 +6,7 @@ Imported only by `megatron_dynmo.enable` and by `dynmo patches`.
 from __future__ import annotations
 
 from megatron_dynmo.config import DynMoConfig
-from megatron_dynmo.patch_spec import PatchSpec
+from megatron_dynmo.patching.spec import PatchSpec
 
 
 def all_specs() -> tuple[PatchSpec, ...]:
@@ -39,13 +39,22 @@ def specs_for(config: DynMoConfig, *, on_cpu: bool) -> tuple[PatchSpec, ...]:
         config: the settings; mode `off` patches nothing of ours.
         on_cpu: whether the run is to do without CUDA, which needs the CPU layer in every mode.
     """
-    from megatron_dynmo.patches import buckets, checkpoint_fixes, numerics, schedules, training
+    from megatron_dynmo.patches import (
+        buckets,
+        checkpoint_fixes,
+        numerics,
+        schedules,
+        training,
+        wheel_fixes,
+    )
 
     chosen: tuple[PatchSpec, ...] = ()
     if config.mode != "off":
         chosen += training.specs() + schedules.specs()
     if config.mode == "balance":
         chosen += buckets.specs() + numerics.specs()
+    if config.mode == "balance" or on_cpu:
+        chosen += checkpoint_fixes.specs()
     if config.emulate is not None:
         from megatron_dynmo.patches import emulation
 
@@ -53,5 +62,5 @@ def specs_for(config: DynMoConfig, *, on_cpu: bool) -> tuple[PatchSpec, ...]:
     if on_cpu:
         from megatron_dynmo.cpu import cpu_specs
 
-        chosen += checkpoint_fixes.specs() + cpu_specs()
-    return chosen
+        return chosen + cpu_specs()
+    return chosen + (wheel_fixes.specs() if config.mode != "off" else ())
