@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_dynmo.patch_spec import Kind, PatchSpec
+from megatron_dynmo.patching.spec import Kind, PatchSpec
 
 
 def _tagged_layers(original: Callable[..., None]) -> Callable[..., None]:

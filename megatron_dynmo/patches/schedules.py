@@ -10,8 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_dynmo.patch_spec import Kind, PatchSpec
 from megatron_dynmo.patches.training import controller
+from megatron_dynmo.patching.spec import Kind, PatchSpec
 
 
 def _measured_forward(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_dynmo import patching
 from megatron_dynmo.config import DynMoConfig
-from megatron_dynmo.patch_spec import Kind, PatchSpec
+from megatron_dynmo.patching.spec import Kind, PatchSpec
 
 
 def controller() -> Any:

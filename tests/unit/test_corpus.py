@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from megatron_dynmo import corpus as corpus_module
 from megatron_dynmo.commands import corpus as command
 from megatron_dynmo.corpus import DATASET_NAME, END_OF_DOCUMENT, build_corpus
-from megatron_dynmo.corpus_sources import Tally, TextSources
+from megatron_dynmo.corpus import build as corpus_module
+from megatron_dynmo.corpus.sources import Tally, TextSources
 from megatron_dynmo.errors import ConfigError
 
 WORDS = "layers move between pipeline stages while training goes on and nothing changes "

@@ -6,9 +6,8 @@ from dataclasses import replace
 import packaging
 import pytest
 
-from megatron_dynmo import symbols
 from megatron_dynmo.errors import PatchError
-from megatron_dynmo.patching import Kind, PatchSet, patched
+from megatron_dynmo.patching import Kind, PatchSet, patched, symbols
 from tests.unit.toy_patches import STEP, core, namespaces, spec, stranger_on_top
 
 

@@ -11,7 +11,7 @@ from megatron_dynmo import patches
 from megatron_dynmo.__main__ import main
 from megatron_dynmo.commands.patches import markdown_table
 from megatron_dynmo.patching import PatchSet, patched
-from megatron_dynmo.symbols import source_digest
+from megatron_dynmo.patching.symbols import source_digest
 from tests.unit.toy_patches import SPECS, STEP, spec
 
 

@@ -13,9 +13,9 @@ from types import FunctionType
 import packaging
 import pytest
 
-from megatron_dynmo import patching, symbols
+from megatron_dynmo import patching
 from megatron_dynmo.errors import PatchConflict, PatchError
-from megatron_dynmo.patching import MARKER, Kind, PatchSet, patched
+from megatron_dynmo.patching import MARKER, Kind, PatchSet, patched, symbols
 from tests.unit.toy_patches import SPECS, STEP, core, namespaces, spec, stranger_on_top, wrap
 
 HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_dynmo.layout import LayerLayout
 from megatron_dynmo.trigger import CostHint, Trigger, TriggerSettings
-from megatron_dynmo.trigger_speeds import RankSpeeds
+from megatron_dynmo.trigger.speeds import RankSpeeds
 from tests.unit.trigger_world import (
     EVEN,
     UNEVEN,

@@ -14,7 +14,7 @@ from megatron_dynmo.cost import LayerCost, ModelCosts
 from megatron_dynmo.errors import BalanceError
 from megatron_dynmo.layout import LayerLayout
 from megatron_dynmo.trigger import CostHint, Trigger, TriggerSettings
-from megatron_dynmo.trigger_learning import FailedMoves, MoveCost, PlanLives
+from megatron_dynmo.trigger.learning import FailedMoves, MoveCost, PlanLives
 from tests.unit.trigger_world import (
     EVEN,
     LAYER_BYTES,

@@ -10,7 +10,7 @@ from megatron_dynmo.balancers.partition import partition
 from megatron_dynmo.cost import LayerCost, ModelCosts, predict_layout_ms
 from megatron_dynmo.layout import LayerLayout
 from megatron_dynmo.trigger import Decision, Trigger, TriggerSettings
-from megatron_dynmo.trigger_history import iteration_estimate_ms, owners
+from megatron_dynmo.trigger.history import iteration_estimate_ms, owners
 
 MICROBATCHES = 8
 LAYER_BYTES = 10**8

@@ -14,7 +14,7 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.arguments import parse_args
 
 from megatron_dynmo.corpus import END_OF_DOCUMENT, Corpus, build_corpus
-from megatron_dynmo.indexed_dataset import token_dtype, write_indexed_dataset
+from megatron_dynmo.corpus.indexed_dataset import token_dtype, write_indexed_dataset
 
 VOCAB = 1000
 
