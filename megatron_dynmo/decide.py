@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_dynmo.balancers import diffusion, min_max_layout
+from megatron_dynmo.balancers import LayoutChoice, choose_layout, diffusion, min_max_layout
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.cost import ExtraCost, LayerCost, ModelCosts
 from megatron_dynmo.errors import BalanceError
@@ -17,6 +17,10 @@ from megatron_dynmo.layout import LayerLayout
 from megatron_dynmo.migrator import MigrationReport
 from megatron_dynmo.profile_report import ProfileReport
 from megatron_dynmo.trigger import Decision, Trigger, TriggerSettings
+
+_MAX_WORK = 1e7  # for comparing iteration times in one decision: a few ms
+"""See `choose_layout`. All rounds that are needed at 8 stages x 32 micro-batches; at 64 x 64 two or
+three, and at 64 x 256 hardly more than the present layout and the min-max one."""
 
 
 class Decider:
@@ -38,6 +42,7 @@ class Decider:
         )
         self._trigger = Trigger(settings, choose=self._choose)
         self._trigger.start(layout, run.first_iteration, run.train_iters - run.first_iteration)
+        self._choices: list[LayoutChoice] = []
 
     def decide(self, iteration: int, reports: Sequence[tuple[int, ProfileReport]]) -> Decision:
         """Decide on one window.
@@ -48,7 +53,12 @@ class Decider:
         """
         for number, report in reports:
             self._trigger.observe(number, report.costs, report.iteration_ms)
-        return self._trigger.decide(iteration, self._run.train_iters - iteration)
+        self._choices.clear()
+        decision = self._trigger.decide(iteration, self._run.train_iters - iteration)
+        for choice in self._choices:
+            if decision.action == "move" and decision.new == choice.layout != choice.min_max:
+                return dataclasses.replace(decision, reason=f"{decision.reason}; {choice.reason}")
+        return decision
 
     def moved(self, iteration: int, layout: LayerLayout, report: MigrationReport) -> None:
         """Take note of a move that was carried out."""
@@ -62,24 +72,43 @@ class Decider:
         self, costs: ModelCosts, layout: LayerLayout, speeds: tuple[float, ...]
     ) -> LayerLayout:
         """The layout that the configured balancer proposes."""
-        weighed = weigh(costs, self._config.weight)
         if self._config.balancer == "diffusion":
-            new = _diffuse(weighed, layout, speeds, self._memory_limit)
+            weighed = weigh(costs, self._config.weight)
+            proposals = [_diffuse(weighed, layout, speeds, self._memory_limit)]
         else:
-            new = min_max_layout(
-                weighed,
-                layout.num_stages,
-                virtual_stages=layout.virtual_stages,
-                stage_speeds=speeds,
-                stage_memory_limit=self._memory_limit,
-                min_layers=0,
-                current=layout,
-            )
-        if layout.mtp_num_layers and _last_owner(new) != _last_owner(layout):
-            raise BalanceError(
-                f"{new} would move layer {layout.num_layers}, which the MTP block hangs on"
-            )
-        return new
+            proposals = self._partition(costs, layout, speeds)
+        for new in proposals:
+            if not layout.mtp_num_layers or _last_owner(new) == _last_owner(layout):
+                return new
+        raise BalanceError(
+            f"{proposals[-1]} would move layer {layout.num_layers}, which the MTP block hangs on"
+        )
+
+    def _partition(
+        self, costs: ModelCosts, layout: LayerLayout, speeds: tuple[float, ...]
+    ) -> list[LayerLayout]:
+        """The layout with the least predicted iteration time, then the min-max one.
+
+        Comparing iteration times is bounded, so that a decision for 128 layers on 64 stages takes
+        a few ms. Beyond that the min-max layout is taken as it is, and so it is where layers weigh
+        bytes, of which no iteration time follows.
+        """
+        num_stages, virtual_stages = layout.num_stages, layout.virtual_stages
+        if self._config.weight != "time":
+            weighed = weigh(costs, self._config.weight)
+            return [
+                min_max_layout(
+                    weighed, num_stages, virtual_stages=virtual_stages, stage_speeds=speeds,
+                    stage_memory_limit=self._memory_limit, min_layers=0, current=layout,
+                )
+            ]  # fmt: skip
+        choice = choose_layout(
+            costs, num_stages, virtual_stages=virtual_stages, stage_speeds=speeds,
+            stage_memory_limit=self._memory_limit, min_layers=0, current=layout,
+            max_work=_MAX_WORK,
+        )  # fmt: skip
+        self._choices.append(choice)
+        return [choice.layout, choice.min_max]
 
 
 def weigh(costs: ModelCosts, weight: str) -> ModelCosts:

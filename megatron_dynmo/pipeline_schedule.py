@@ -11,6 +11,7 @@ Source: megatron/core/pipeline_parallel/schedules.py@core_v0.19.2
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -18,7 +19,15 @@ from numpy.typing import NDArray
 
 from megatron_dynmo.errors import ConfigError
 
-__all__ = ["SCHEDULES", "Pass", "ScheduleTimes", "rank_order", "time_schedule", "times_1f1b"]
+__all__ = [
+    "SCHEDULES",
+    "Pass",
+    "ScheduleTimes",
+    "microbatches_in_flight",
+    "rank_order",
+    "time_schedule",
+    "times_1f1b",
+]
 
 SCHEDULES = ("1f1b", "interleaved", "gpipe")
 
@@ -91,6 +100,35 @@ def rank_order(
     steady = zip(forwards[num_warmup:], backwards, strict=False)
     order = forwards[:num_warmup] + [one for pair in steady for one in pair]
     return order + backwards[len(table) - num_warmup :]
+
+
+@lru_cache(maxsize=4096)
+def microbatches_in_flight(
+    schedule: str, pp_rank: int, num_stages: int, virtual_stages: int, num_microbatches: int
+) -> NDArray[np.intp]:
+    """Micro-batches of which a rank holds activations, at the moments that can be the fullest.
+
+    Args:
+        schedule: one of SCHEDULES.
+        pp_rank: the rank.
+        num_stages: pipeline-parallel size.
+        virtual_stages: model chunks on a rank.
+        num_microbatches: micro-batches of an iteration.
+
+    Returns:
+        [moments, virtual_stages], shared by all callers: not to be written to. A rank with one
+        chunk has one such moment, that of its highest count.
+    """
+    if virtual_stages == 1:
+        count = num_stages - pp_rank if schedule != "gpipe" else num_microbatches
+        return np.array([[min(count, num_microbatches)]], dtype=np.intp)
+    order = rank_order(
+        schedule, pp_rank, num_stages, num_microbatches, virtual_stages=virtual_stages
+    )
+    change = np.zeros((len(order), virtual_stages), dtype=np.intp)
+    for step, (direction, vp_stage, _) in enumerate(order):
+        change[step, vp_stage] = 1 if direction == "forward" else -1
+    return np.unique(np.cumsum(change, axis=0), axis=0)
 
 
 def time_schedule(

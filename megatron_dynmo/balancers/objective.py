@@ -3,24 +3,30 @@
 The slowest stage sets the pace of a long iteration, and the min-max split is the place to start.
 But warm-up and cool-down, forward against backward, latency and the tail after the last backward
 count too: two splits with the same slowest stage can differ, and a slightly slower stage can be
-worth it. So neighbouring splits are compared by their predicted iteration time.
+worth it. So neighbouring splits are compared by their predicted iteration time, all at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_dynmo.balancers.climb import NOTICEABLE, Budget, Splits, climb
 from megatron_dynmo.balancers.partition import partition
+from megatron_dynmo.balancers.prediction import SplitPredictions
 from megatron_dynmo.balancers.virtual import partition_virtual
-from megatron_dynmo.cost import ModelCosts, predict_layout_ms, stage_costs
+from megatron_dynmo.batch_schedule import timing_work
+from megatron_dynmo.cost import ModelCosts, stage_costs
 from megatron_dynmo.errors import BalanceError
 from megatron_dynmo.layout import LayerLayout
 
 __all__ = ["LayoutChoice", "choose_layout", "largest_stage_ms", "min_max_layout"]
 
-_MAX_PREDICTIONS = 2_000
-_NOTICEABLE = 1e-9  # relative: below this, differences are rounding
+_MAX_WORK = 2e9  # about a second
 
 
 @dataclass(frozen=True)
@@ -29,17 +35,18 @@ class LayoutChoice:
 
     Attributes:
         layout: the choice.
-        iteration_ms: its predicted iteration time.
         min_max: the layout whose slowest stage is fastest.
-        min_max_iteration_ms: that one's predicted iteration time, never less than iteration_ms.
         reason: one line that compares both.
+        iteration_ms: predicted iteration time of the choice; None where the budget did not
+            suffice for predicting.
+        min_max_iteration_ms: that of `min_max`, never less than iteration_ms.
     """
 
     layout: LayerLayout
-    iteration_ms: float
     min_max: LayerLayout
-    min_max_iteration_ms: float
     reason: str
+    iteration_ms: float | None = None
+    min_max_iteration_ms: float | None = None
 
 
 def largest_stage_ms(
@@ -117,21 +124,28 @@ def choose_layout(
     stage_memory_limit: float | None = None,
     min_layers: int = 1,
     current: LayerLayout | None = None,
+    schedule: str | None = None,
+    max_work: float = _MAX_WORK,
 ) -> LayoutChoice:
     """The layout with the least predicted iteration time among good ones.
 
     Climbs from the min-max layout, and from the current one, by single boundary moves for as long
     as the prediction falls. Among equals the current layout wins, then the min-max one. Layouts
-    that hold more than stage_memory_limit are left out.
+    that hold more than stage_memory_limit, activations in flight included, are left out; only the
+    min-max layout of virtual stages can hold more, as `min_max_layout` says.
 
     Args:
-        costs: as `min_max_layout`, like all others.
+        costs: as `min_max_layout`, like the next six.
         num_stages: see there.
         virtual_stages: see there.
         stage_speeds: see there.
         stage_memory_limit: see there.
         min_layers: see there.
         current: see there.
+        schedule: one of `pipeline_schedule.SCHEDULES`; by default what Megatron runs.
+        max_work: bounds the time for predicting, in units of `batch_schedule.timing_work`, of
+            which a core does about two in a nanosecond. When it is used up the best layout so far
+            is the answer: the min-max one if there was not even enough to begin.
 
     Raises:
         BalanceError: as `min_max_layout`.
@@ -141,53 +155,47 @@ def choose_layout(
         costs, num_stages, virtual_stages=virtual_stages, stage_speeds=stage_speeds,
         stage_memory_limit=stage_memory_limit, min_layers=min_layers, current=current,
     )  # fmt: skip
-    known: dict[LayerLayout, float] = {}
-
-    def predict(layout: LayerLayout) -> float:
-        if layout not in known:
-            known[layout] = predict_layout_ms(costs, layout, stage_speeds=stage_speeds)
-        return known[layout]
-
-    def fits(layout: LayerLayout) -> bool:
-        return stage_memory_limit is None or _peak_bytes(costs, layout) <= stage_memory_limit
-
+    if schedule is None:
+        schedule = "1f1b" if virtual_stages == 1 else "interleaved"
+    splits = SplitPredictions(costs, num_stages, virtual_stages, stage_speeds, schedule)
+    shape = (num_stages, virtual_stages, costs.num_microbatches)
+    budget = Budget(max_work, lambda count: timing_work(schedule, count, *shape))
+    allows = None
+    if stage_memory_limit is not None:
+        allows = partial(_fits, splits, stage_memory_limit)
     starts = [min_max]
-    if current is not None and fits(current):
+    if current is not None and (allows is None or allows(_row(current))[0]):
         starts.insert(0, current)
-    best = starts[0]
-    for start in starts:
-        at, improved = start, True
-        while improved and len(known) < _MAX_PREDICTIONS:
-            around = (other for other in _neighbours(at, min_layers) if fits(other))
-            other = min(around, key=predict, default=at)
-            improved = predict(other) < predict(at) * (1 - _NOTICEABLE)
-            at = other if improved else at
-        if predict(at) < predict(best) * (1 - _NOTICEABLE):
-            best = at
-    reason = _explain(costs, best, min_max, predict(best), predict(min_max), stage_speeds)
-    return LayoutChoice(best, predict(best), min_max, predict(min_max), reason)
+    if not budget.take(len(starts)):
+        return LayoutChoice(
+            min_max, min_max, f"{min_max}: fastest slowest stage; iteration times were not "
+            f"compared, {num_stages} stages and {costs.num_microbatches} micro-batches being too "
+            "many for the time allowed",
+        )  # fmt: skip
+    times = splits.iteration_ms(np.concatenate([_row(start) for start in starts])).tolist()
+    ends = list(zip(starts, times, strict=True))
+    # The faster one first: it deserves what there is of the budget.
+    for k in np.argsort(times, kind="stable").tolist():
+        bounds, end_ms = climb(
+            starts[k].chunk_boundaries, splits.iteration_ms, budget, start_time=times[k],
+            at_least=splits.at_least_ms, allows=allows, min_layers=min_layers,
+        )  # fmt: skip
+        ends[k] = starts[k].with_boundaries(bounds), end_ms
+    best, best_ms = ends[0]
+    if ends[-1][1] < best_ms * (1 - NOTICEABLE):
+        best, best_ms = ends[-1]
+    reason = _explain(costs, best, min_max, best_ms, times[-1], stage_speeds)
+    return LayoutChoice(best, min_max, reason, best_ms, times[-1])
 
 
-def _neighbours(layout: LayerLayout, min_layers: int) -> Iterator[LayerLayout]:
-    """Layouts that differ by one layer handed over one boundary."""
-    for boundary in range(1, layout.num_chunks):
-        for step in (-1, 1):
-            bounds = layout.boundaries
-            bounds[boundary] += step
-            left = bounds[boundary] - bounds[boundary - 1]
-            right = bounds[boundary + 1] - bounds[boundary]
-            if min(left, right) >= min_layers:
-                yield layout.with_boundaries(bounds)
+def _row(layout: LayerLayout) -> Splits:
+    """A layout as a single split."""
+    return np.array([layout.chunk_boundaries], dtype=np.intp)
 
 
-def _peak_bytes(costs: ModelCosts, layout: LayerLayout) -> int:
-    """Memory of the fullest rank; 1F1B keeps min(M, P - s) micro-batches on stage s in flight."""
-    held = [0] * layout.num_stages
-    for stage in stage_costs(costs, layout):
-        in_flight = min(costs.num_microbatches, layout.num_stages - stage.pp_rank)
-        active = stage.activation_bytes * in_flight if layout.virtual_stages == 1 else 0
-        held[stage.pp_rank] += stage.memory_bytes + active
-    return max(held)
+def _fits(predictions: SplitPredictions, limit: float, splits: Splits) -> NDArray[np.bool_]:
+    fits: NDArray[np.bool_] = predictions.peak_bytes(splits) <= limit
+    return fits
 
 
 def _check_current(
@@ -221,7 +229,7 @@ def _explain(
         return f"{best}: fastest slowest stage, and predicted best at {best_ms:.3f} ms"
     slowest = largest_stage_ms(costs, best, stage_speeds)
     slowest_min_max = largest_stage_ms(costs, min_max, stage_speeds)
-    if best_ms >= min_max_ms * (1 - _NOTICEABLE):
+    if best_ms >= min_max_ms * (1 - NOTICEABLE):
         return (
             f"{best}: predicted {best_ms:.3f} ms, no more than {min_max} with the fastest slowest "
             f"stage ({slowest_min_max:.3f} against {slowest:.3f} ms a micro-batch)"

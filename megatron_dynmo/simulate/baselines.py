@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron_dynmo.balancers.climb import Budget, Splits, climb
 from megatron_dynmo.balancers.partition import partition
-from megatron_dynmo.simulate.climb import climb
 from megatron_dynmo.simulate.pipeline import Boundaries, Case
 
 __all__ = ["best_static", "deepspeed_split", "paper_diffusion"]
@@ -133,13 +133,14 @@ def best_static(case: Case, others: Sequence[Boundaries] = ()) -> Boundaries:
     }
     ordered = [*others, *sorted(candidates - set(others))]
     best = ordered[int(np.argmin(_sampled(case, ordered, rows)))]
-    best = climb(best, lambda splits: _sampled(case, splits, rows), budget // len(rows))
+    timings = Budget(budget // len(rows))
+    best, _ = climb(best, lambda splits: _sampled(case, splits, rows), timings)
     finalists = [*others, best]
     totals = [float(case.iteration_ms(bounds, slice(None)).sum()) for bounds in finalists]
     return finalists[int(np.argmin(totals))]
 
 
-def _sampled(case: Case, splits: Sequence[Boundaries], rows: NDArray[np.intp]) -> Array:
+def _sampled(case: Case, splits: Sequence[Boundaries] | Splits, rows: NDArray[np.intp]) -> Array:
     """[splits] time of these iterations under each split, added up."""
     times = [case.chunk_times(bounds, rows) for bounds in splits]
     forward = np.concatenate([forward for forward, _ in times])

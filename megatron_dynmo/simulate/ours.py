@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron_dynmo.balancers.objective import min_max_layout
+from megatron_dynmo.balancers.objective import choose_layout
 from megatron_dynmo.cost import ModelCosts
 from megatron_dynmo.layout import LayerLayout
-from megatron_dynmo.simulate.climb import climb
 from megatron_dynmo.simulate.pipeline import Boundaries, Case, Move
 from megatron_dynmo.simulate.policies import Proposal
 from megatron_dynmo.trigger import CostHint, Trigger, TriggerSettings
@@ -19,7 +16,7 @@ from megatron_dynmo.trigger import CostHint, Trigger, TriggerSettings
 __all__ = ["Ours"]
 
 _LAYERS_OBSERVED = 500_000  # over the run; a larger one is observed every few iterations
-_PASSES_PER_CHOICE = 4_000_000  # forwards and backwards timed to improve on the min-max split
+_WORK_PER_CHOICE = 5e7  # to improve on the min-max split, see `choose_layout`: some 25 ms
 _TINY_MS = 1e-9
 
 
@@ -97,14 +94,10 @@ class Ours:
     def _choose(
         self, costs: ModelCosts, layout: LayerLayout, speeds: tuple[float, ...]
     ) -> LayerLayout:
-        """The min-max layout, improved by the iteration time of its neighbours.
-
-        As `choose_layout`, with all neighbours timed at once. Within a memory limit the min-max
-        layout is taken as it is.
-        """
+        """As a real run chooses, with more time for it."""
         assert self._case is not None
         p = self._case.pipeline
-        best = min_max_layout(
+        choice = choose_layout(
             costs,
             p.num_stages,
             virtual_stages=p.virtual_stages,
@@ -112,43 +105,10 @@ class Ours:
             stage_memory_limit=p.memory_cap_bytes,
             min_layers=0,
             current=layout,
+            schedule=p.schedule,
+            max_work=_WORK_PER_CHOICE,
         )
-        if p.memory_cap_bytes is not None:
-            return best
-        times = _Times(self._case, costs, speeds)
-        budget = _PASSES_PER_CHOICE // (2 * p.num_microbatches * p.num_chunks)
-        boundaries = climb(best.chunk_boundaries, times.of, budget)
-        return layout.with_boundaries(boundaries)
-
-
-class _Times:
-    """Predicted iteration times of many splits under the same costs.
-
-    Args:
-        case: gives schedule and pipeline.
-        costs: of the layers.
-        speeds: relative speed of every rank.
-    """
-
-    def __init__(self, case: Case, costs: ModelCosts, speeds: tuple[float, ...]) -> None:
-        self._case = case
-        self._speeds = np.array(speeds)
-        self._sums, self._extras = [], []
-        for name in ("forward_ms", "backward_ms"):
-            layers = [getattr(layer, name) for layer in costs.layers]
-            self._sums.append(np.concatenate([[0.0], np.cumsum(layers)]))
-            edges = (costs.first_stage_extra, costs.last_stage_extra)
-            self._extras.append([getattr(edge, name) for edge in edges])
-
-    def of(self, splits: Sequence[Boundaries]) -> NDArray[np.float64]:
-        """[splits] in ms."""
-        p, chunks = self._case.pipeline, []
-        for sums, (first, last) in zip(self._sums, self._extras, strict=True):
-            times = np.maximum(np.diff(sums[np.array(splits)], axis=1), 0.0)
-            times[:, 0] += first
-            times[:, -1] += last
-            chunks.append(times.reshape(-1, p.virtual_stages, p.num_stages) / self._speeds)
-        return self._case.makespans(*chunks)
+        return choice.layout
 
 
 def _hints(case: Case, row: int) -> list[CostHint]:

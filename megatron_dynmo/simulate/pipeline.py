@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dynmo.batch_schedule import finish_times
 from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.layout import LayerLayout
-from megatron_dynmo.pipeline_schedule import SCHEDULES, rank_order
-from megatron_dynmo.simulate.batch_schedule import finish_times
+from megatron_dynmo.pipeline_schedule import SCHEDULES, microbatches_in_flight, rank_order
 from megatron_dynmo.simulate.trace import CostTrace
 
 __all__ = ["Boundaries", "Case", "Move", "Pipeline"]
@@ -223,8 +222,10 @@ class Case:
         kept = np.diff(self._activations[bounds]).reshape(shape)
         in_flight = np.array(
             [
-                (_in_flight(p.schedule, rank, *shape[::-1], p.num_microbatches) @ kept[:, rank])
-                .max()
+                (
+                    microbatches_in_flight(p.schedule, rank, *shape[::-1], p.num_microbatches)
+                    @ kept[:, rank]
+                ).max()
                 for rank in range(p.num_stages)
             ]
         )  # fmt: skip
@@ -251,24 +252,6 @@ class Case:
         cost_ms = p.move_fixed_ms + busiest / (p.move_gb_per_s * 1e6) if moved.any() else 0.0
         iteration = self.trace.first_iteration + row
         return Move(iteration, old, new, int(moved.sum()), int(sizes.sum()), float(cost_ms), reason)
-
-
-@lru_cache(maxsize=4096)
-def _in_flight(
-    schedule: str, rank: int, num_stages: int, virtual_stages: int, num_microbatches: int
-) -> NDArray[np.intp]:
-    """Micro-batches of which a rank holds activations: [moments, virtual_stages].
-
-    Only the moments that can be the fullest: for one chunk its highest count.
-    """
-    if virtual_stages == 1:
-        count = num_stages - rank if schedule != "gpipe" else num_microbatches
-        return np.array([[min(count, num_microbatches)]], dtype=np.intp)
-    order = rank_order(schedule, rank, num_stages, num_microbatches, virtual_stages=virtual_stages)
-    change = np.zeros((len(order), virtual_stages), dtype=np.intp)
-    for step, (direction, vp_stage, _) in enumerate(order):
-        change[step, vp_stage] = 1 if direction == "forward" else -1
-    return np.unique(np.cumsum(change, axis=0), axis=0)
 
 
 def _prefix(values: Array) -> Array:

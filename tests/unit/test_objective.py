@@ -3,11 +3,13 @@
 import random
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 
 from megatron_dynmo.balancers import choose_layout, min_max_layout, partition
 from megatron_dynmo.balancers.objective import largest_stage_ms
-from megatron_dynmo.cost import ExtraCost, LayerCost, ModelCosts, predict_layout_ms
+from megatron_dynmo.balancers.prediction import SplitPredictions
+from megatron_dynmo.cost import ExtraCost, LayerCost, ModelCosts, predict_layout_ms, stage_costs
 from megatron_dynmo.errors import BalanceError
 from megatron_dynmo.layout import LayerLayout
 
@@ -114,3 +116,112 @@ def test_mtp_layers_stay_in_the_last_chunk():
 def test_a_current_layout_of_another_shape_is_refused():
     with pytest.raises(BalanceError, match=r"\(6, 3, 1\).*\(6, 2, 1\)"):
         choose_layout(model([(1, 2)] * 6), 2, current=LayerLayout.even(6, 3))
+
+
+def peak_bytes(costs, layout):
+    return max(
+        stage.memory_bytes
+        + stage.activation_bytes * min(costs.num_microbatches, layout.num_stages - stage.pp_rank)
+        for stage in stage_costs(costs, layout)
+    )
+
+
+def one_by_one(costs, current, min_max, speeds, limit, min_layers):
+    """The same choice, each neighbour predicted alone by the public functions of `cost`."""
+
+    def predict(layout):
+        return predict_layout_ms(costs, layout, stage_speeds=speeds)
+
+    def around(layout):
+        for boundary in range(1, layout.num_chunks):
+            for step in (-1, 1):
+                bounds = layout.boundaries
+                bounds[boundary] += step
+                if min(b - a for a, b in pairwise(bounds)) >= min_layers:
+                    other = layout.with_boundaries(bounds)
+                    if limit is None or peak_bytes(costs, other) <= limit:
+                        yield other
+
+    starts = [min_max]
+    if limit is None or peak_bytes(costs, current) <= limit:
+        starts.insert(0, current)
+    ends = []
+    for at in starts:
+        while (other := min(around(at), key=predict, default=at)) != at:
+            if predict(other) >= predict(at) * (1 - 1e-9):
+                break
+            at = other
+        ends.append(at)
+    return min(ends, key=lambda layout: round(predict(layout), 6))
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+def test_timing_all_neighbours_at_once_chooses_what_timing_one_by_one_does(virtual_stages):
+    rng, changed = random.Random(11), 0
+    for _ in range(60):
+        num_stages = rng.randint(2, 4)
+        layers = tuple(
+            LayerCost(
+                n, rng.randint(1, 9), rng.randint(1, 18), 10, rng.randint(0, 3),
+                reduce_ms=rng.choice((0, 0, 16)), optimizer_ms=rng.choice((0, 0, 32)),
+            )
+            for n in range(1, 13)
+        )  # fmt: skip
+        costs = ModelCosts(
+            layers, ExtraCost(1, 2, 5, 1), ExtraCost(rng.randint(0, 9), 4, 5, 1),
+            num_microbatches=num_stages * rng.randint(1, 4), p2p_ms=rng.choice((0.0, 0.5, 4.0)),
+        )  # fmt: skip
+        speeds = rng.choice((None, [rng.choice((0.5, 1.0)) for _ in range(num_stages)]))
+        inner = sorted(rng.sample(range(1, 12), num_stages * virtual_stages - 1))
+        current = LayerLayout.from_boundaries(
+            [0, *inner, 12], num_stages=num_stages, virtual_stages=virtual_stages
+        )
+        min_layers = rng.choice((0, 1))
+        limit = None
+        if virtual_stages == 1 and rng.random() < 0.5:
+            free = min_max_layout(costs, num_stages, stage_speeds=speeds, min_layers=min_layers)
+            limit = peak_bytes(costs, free) + rng.randint(0, 9)
+        choice = choose_layout(
+            costs, num_stages, virtual_stages=virtual_stages, stage_speeds=speeds,
+            stage_memory_limit=limit, min_layers=min_layers, current=current,
+        )  # fmt: skip
+        expected = one_by_one(costs, current, choice.min_max, speeds, limit, min_layers)
+        assert choice.layout == expected
+        predicted = predict_layout_ms(costs, expected, stage_speeds=speeds)
+        assert choice.iteration_ms == pytest.approx(predicted, rel=1e-12)
+        changed += choice.layout not in (choice.min_max, current)
+    assert changed > 10
+
+
+def test_without_time_to_compare_the_min_max_layout_is_the_answer():
+    layers = tuple(LayerCost(n, 1.0, 1.0, optimizer_ms=9.0 if n <= 3 else 0.0) for n in range(1, 7))
+    costs = ModelCosts(layers, num_microbatches=1)
+    choice = choose_layout(costs, 2, max_work=1e4)
+    assert choice.layout == choice.min_max
+    assert choice.layout.boundaries == [0, 3, 6]
+    assert choice.iteration_ms is None
+    assert "not compared" in choice.reason
+    # Enough for the two that are there, not for their neighbours.
+    costs = ModelCosts(layers, num_microbatches=2)
+    worse = LayerLayout.from_boundaries([0, 5, 6], num_stages=2)
+    some = choose_layout(costs, 2, current=worse, max_work=8e4)
+    assert some.layout == some.min_max
+    assert some.iteration_ms == predict_layout_ms(costs, some.min_max)
+    better = LayerLayout.from_boundaries([0, 2, 6], num_stages=2)
+    assert choose_layout(costs, 2, current=better, max_work=8e4).layout == better
+
+
+def test_memory_of_interleaved_candidates_counts_activations_in_flight():
+    # Only the activations are large, and rank 0 has more of them in flight than rank 1.
+    layers = tuple(
+        LayerCost(n, 1.0, 1.0, 0, 10, optimizer_ms=99.0 if n == 3 else 0.0) for n in range(1, 9)
+    )
+    costs = ModelCosts(layers, num_microbatches=4)
+    free = choose_layout(costs, 2, virtual_stages=2)
+    held = SplitPredictions(costs, 2, 2, None, "interleaved").peak_bytes
+    rows = np.array([free.min_max.boundaries, [0, 3, 4, 6, 8]])
+    assert held(rows).tolist() == [100, 140]
+    for limit in (99, 100, 110):
+        choice = choose_layout(costs, 2, virtual_stages=2, stage_memory_limit=limit)
+        fits = held(np.array([choice.layout.boundaries]))[0] <= limit
+        assert fits or choice.layout == choice.min_max

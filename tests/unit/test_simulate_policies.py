@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_dynmo.balancers.climb import Budget, climb
 from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.simulate.baselines import best_static, deepspeed_split, paper_diffusion
 from megatron_dynmo.simulate.catalogue import SCENARIOS, make_scenario
-from megatron_dynmo.simulate.climb import climb
 from megatron_dynmo.simulate.model import TransformerModel
 from megatron_dynmo.simulate.ours import Ours
 from megatron_dynmo.simulate.pipeline import Case, Pipeline
@@ -190,8 +190,8 @@ def test_climb_stops_at_its_budget_and_at_the_bottom():
     def distance(splits):
         return np.array([abs(bounds[1] - 7) + 1.0 for bounds in splits])
 
-    assert climb((0, 2, 9), distance, budget=1000) == (0, 7, 9)
-    assert climb((0, 2, 9), distance, budget=4) == (0, 4, 9)
+    assert climb((0, 2, 9), distance, Budget(1000)) == ((0, 7, 9), 1.0)
+    assert climb((0, 2, 9), distance, Budget(4)) == ((0, 4, 9), 4.0)
 
 
 def test_paper_policies_move_at_their_interval_whatever_it_costs():

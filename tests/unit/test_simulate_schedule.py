@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_dynmo.batch_schedule import finish_times
 from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.pipeline_schedule import time_schedule
-from megatron_dynmo.simulate.batch_schedule import finish_times
 from megatron_dynmo.simulate.bounds import balanced_ms, ideal_ms
 from megatron_dynmo.simulate.pipeline import Case, Pipeline
 from megatron_dynmo.simulate.trace import CostTrace

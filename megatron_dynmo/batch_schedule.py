@@ -1,8 +1,8 @@
-"""Timing of pipeline schedules for many iterations at once.
+"""Timing of pipeline schedules for many iterations, or many splits of the layers, at once.
 
 The same recurrences as `megatron_dynmo.pipeline_schedule`, whose one-iteration functions the tests
-compare these with; here every step is one vector operation over a block of iterations that stays
-in the processor's cache, so that a thousand stages over a thousand iterations take seconds.
+compare these with; here every step is one vector operation over a block of rows that stays in the
+processor's cache, so that a thousand stages over a thousand iterations take seconds. Tier: pure.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dynmo.pipeline_schedule import rank_order
+from megatron_dynmo.pipeline_schedule import rank_order, time_schedule
 
-__all__ = ["finish_times"]
+__all__ = ["finish_times", "timing_work"]
 
 type Times = NDArray[np.float64]
 
 _BLOCK_ELEMENTS = 65_536  # of one array of a block; a handful of them fit into a 2 MiB cache
 _BLOCK_ROWS = 1_024
+# What starting the vector operations of a level costs, in elements that they would process.
+_LEVEL_OVERHEAD = 13_000
+_GATHER = 4  # an element fetched by its index takes as long as so many that lie side by side
 
 
 def finish_times(
@@ -30,17 +33,17 @@ def finish_times(
     num_microbatches: int,
     p2p_ms: float = 0.0,
 ) -> Times:
-    """When every rank ends its last backward, for many iterations.
+    """When every rank ends its last backward, for many sets of chunk times.
 
     Args:
         schedule: "1f1b", "interleaved" or "gpipe".
-        forward_ms: [iterations, virtual_stages, num_stages], one micro-batch through each chunk.
+        forward_ms: [rows, virtual_stages, num_stages], one micro-batch through each chunk.
         backward_ms: the same for the backward pass.
         num_microbatches: micro-batches of an iteration.
         p2p_ms: from the end of a pass to its output's arrival at the neighbour, per hop.
 
     Returns:
-        [iterations, num_stages] in ms; the largest of a row is the makespan.
+        [rows, num_stages] in ms; the largest of a row is the makespan.
 
     Raises:
         ConfigError: micro-batches that the interleaved schedule refuses.
@@ -68,6 +71,20 @@ def finish_times(
             ends = _by_levels(_plan(schedule, *shape), forward, backward, num_stages, p2p_ms)
         finish[rows] = ends.T
     return finish
+
+
+def timing_work(
+    schedule: str, num_rows: int, num_stages: int, virtual_stages: int, num_microbatches: int
+) -> int:
+    """About how much `finish_times` has to do, in elements of vectors; for budgets.
+
+    A number and not a measured time, so that every rank that has a budget stops at the same point.
+    """
+    if schedule == "gpipe" and virtual_stages == 1:
+        return _LEVEL_OVERHEAD + num_rows * num_stages
+    levels = 2 * (num_microbatches * virtual_stages + num_stages - 1)
+    a_level = num_rows * num_stages * (1 if virtual_stages == 1 else _GATHER)
+    return levels * (_LEVEL_OVERHEAD + a_level)
 
 
 def _gpipe(forward_ms: Times, backward_ms: Times, num_microbatches: int, p2p_ms: float) -> Times:
@@ -199,23 +216,14 @@ def _plan(schedule: str, num_stages: int, virtual_stages: int, num_microbatches:
     inputs = np.full(nothing + 1, nothing, dtype=np.intp)
     inputs[num_microbatches:half] = np.arange(half - num_microbatches)
     inputs[half : nothing - num_microbatches] = np.arange(half + num_microbatches, nothing)
-    depth = _depths(before, inputs)
-    at_depth = [np.flatnonzero(depth == d) for d in range(1, int(depth.max()) + 1)]
+    # With passes that all take 1, the end of a pass is the longest chain of passes up to it.
+    ones = np.ones((virtual_stages, num_stages))
+    ends = time_schedule(schedule, ones, ones, num_microbatches)
+    depth = np.concatenate([end.ravel() for end in ends])
+    at_depth = [np.flatnonzero(depth == d) for d in range(1, round(depth.max()) + 1)]
     # Chunk and direction of a pass are one number: passes are numbered direction, chunk, batch.
     levels = tuple(_Level(p, before[p], inputs[p], p // num_microbatches) for p in at_depth)
     return _Plan(nothing, levels, np.array([order[-1] for order in orders], dtype=np.intp))
-
-
-def _depths(before: NDArray[np.intp], inputs: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Longest chain of passes that ends in each; 0 for the pass that stands for none."""
-    depth = np.zeros(len(before), dtype=np.intp)
-    while True:
-        deeper = np.maximum(depth[before], depth[inputs]) + 1
-        deeper[-1] = 0
-        if np.array_equal(deeper, depth):
-            return depth
-        assert deeper.max() < len(before), "the schedule deadlocks"
-        depth = deeper
 
 
 def _by_levels(
