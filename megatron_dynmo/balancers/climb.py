@@ -67,9 +67,9 @@ def climb(
     while True:
         goal = best_time * (1 - NOTICEABLE)
         near = _neighbours(best, min_layers)
-        if at_least is not None:
+        if at_least is not None and len(near):
             near = near[at_least(near) < goal]
-        if allows is not None:
+        if allows is not None and len(near):
             near = near[allows(near)]
         if not len(near) or not budget.take(len(near)):
             return best, best_time

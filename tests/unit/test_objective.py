@@ -211,6 +211,18 @@ def test_without_time_to_compare_the_min_max_layout_is_the_answer():
     assert choose_layout(costs, 2, current=better, max_work=8e4).layout == better
 
 
+@pytest.mark.parametrize("num_stages, virtual_stages", [(4, 1), (2, 2), (1, 1)])
+def test_a_split_without_neighbours_is_the_answer(num_stages, virtual_stages):
+    costs = model([(1, 2)] * num_stages * virtual_stages)
+    for limit in (None, 10_000):
+        choice = choose_layout(
+            costs, num_stages, virtual_stages=virtual_stages, stage_memory_limit=limit
+        )
+        assert choice.layout == LayerLayout.even(
+            num_stages * virtual_stages, num_stages, virtual_stages=virtual_stages
+        )
+
+
 def test_memory_of_interleaved_candidates_counts_activations_in_flight():
     # Only the activations are large, and rank 0 has more of them in flight than rank 1.
     layers = tuple(
