@@ -77,7 +77,8 @@ class SplitPredictions:
         ranks = np.arange(self._shape[1])
         busy = np.cumsum(f, axis=1) - f + p2p_ms * ranks + m * (forward + backward).sum(axis=1)
         back = np.cumsum(b, axis=1) - b + p2p_ms * ranks
-        way = (forward + backward).sum(axis=(1, 2)) + 2 * p2p_ms * (forward[0].size - 1)
+        hops = self._shape[0] * self._shape[1] - 1
+        way = (forward + backward).sum(axis=(1, 2)) + 2 * p2p_ms * hops
         if self._schedule == "1f1b":
             steady = np.maximum(m - len(ranks) + ranks, 0)
             rest = np.maximum((m - 1) * b + steady * f, (m - 1) * f + steady * b)
