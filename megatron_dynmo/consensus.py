@@ -10,9 +10,11 @@ import hashlib
 import torch
 import torch.distributed as dist
 
-from megatron_dynmo.errors import DynMoError
+from megatron_dynmo.errors import DynMoError, PeerGaveUp
 
 _TEXT_BYTES = 240
+_MAX_TEXTS = 8  # one failure can make many ranks give up
+_CAUSE, _CONSEQUENCE = 1, 2
 
 
 class Consensus:
@@ -30,6 +32,8 @@ class Consensus:
     def failures(self, error: Exception | None) -> str:
         """Return who failed and why, the same text on every rank; empty when nobody did.
 
+        Ranks that only gave up because another one did come last.
+
         Args:
             error: what went wrong on this rank, or None.
 
@@ -38,7 +42,8 @@ class Consensus:
         """
         text = "" if error is None else _one_line(error)
         mine = torch.zeros(1 + _TEXT_BYTES, dtype=torch.uint8)
-        mine[0] = error is not None
+        if error is not None:
+            mine[0] = _CONSEQUENCE if isinstance(error, PeerGaveUp) else _CAUSE
         raw = text.encode()[:_TEXT_BYTES]
         if raw:
             mine[1 : 1 + len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
@@ -46,8 +51,11 @@ class Consensus:
         for rank, row in enumerate(self._gather(mine)):
             if row[0]:
                 said = bytes(row[1:].tolist()).rstrip(b"\0").decode(errors="replace")
-                found.append(f"rank {rank}: {said}")
-        return "; ".join(found)
+                found.append((int(row[0]), rank, said))
+        texts = [f"rank {rank}: {said}" for _, rank, said in sorted(found)]
+        if len(texts) > _MAX_TEXTS:
+            texts[_MAX_TEXTS:] = [f"and {len(texts) - _MAX_TEXTS} more ranks"]
+        return "; ".join(texts)
 
     def require_same(self, text: str, what: str) -> None:
         """Raise on every rank unless all ranks give the same text.

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.consensus import Consensus
 from megatron_dynmo.decide import Decider
+from megatron_dynmo.errors import LayoutError
 from megatron_dynmo.layout import LayerLayout
 from megatron_dynmo.migrator import Migrator, MoveRefused
 from megatron_dynmo.observer import Observer
@@ -114,7 +115,7 @@ class _Session:
         self._config = config
         self._run = run
         self._can_move = config.mode == "balance" and topology.pp_size > 1
-        if self._can_move:
+        if self._can_move or config.forced_moves:
             run.check_movable(config)
         # Who forces layouts wants exactly those; what the balancer would do is still reported.
         self._moves_by_itself = self._can_move and not config.forced_moves
@@ -152,14 +153,18 @@ class _Session:
             return
         decision = self._decider.decide(iteration, reports)
         self._reporter.decision(iteration, decision, latest)
-        if decision.is_move and self._moves_by_itself:
-            self._move(iteration, decision.new)
+        if not decision.is_move or not self._moves_by_itself:
+            return
+        try:
+            self._run.check_layout(decision.new)
+        except LayoutError as error:
+            self._decider.refused(iteration, decision.new, str(error))
+            return
+        self._move(iteration, decision.new)
 
     def force(self, iteration: int, text: str) -> None:
-        """Move to a layout that the user asked for."""
-        new = self._run.parse_layout(text)
-        self._run.check_layout(new)
-        self._move(iteration, new)
+        """Move to a layout that the user asked for; it was checked before training."""
+        self._move(iteration, self._run.parse_layout(text))
 
     def report(self, iteration: int) -> None:
         interval = self._config.digest_interval

@@ -38,3 +38,11 @@ class ConservationError(MigrationError):
 
 class TransportError(MigrationError):
     """A transfer failed or timed out; says the peer, the tensor and the bytes."""
+
+
+class PeerGaveUp(TransportError):
+    """The other side of a transfer called it off; the cause is there, and the link is in order."""
+
+
+class PeerLost(TransportError):
+    """A link to another rank failed or timed out; nothing more can be said over it."""

@@ -1,4 +1,4 @@
-"""Moves layers in four phases, on all ranks in lockstep: prepare, transfer, commit, verify.
+"""Moves layers on all ranks in lockstep: prepare, transfer, commit (and rebuild), verify.
 
 Tier: torch, not Megatron. What a layer consists of and how a rank takes it in is behind `Stage`;
 how bytes travel is behind `Transport`. Until every rank has said that its transfers succeeded
@@ -7,23 +7,24 @@ nothing of the running model has changed, and a failure on any rank sends all of
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from megatron_dynmo.consensus import Consensus
-from megatron_dynmo.errors import MigrationError
+from megatron_dynmo.errors import MigrationError, TransportError
 from megatron_dynmo.layout import LayerLayout
 from megatron_dynmo.plan import LayerMove, MigrationPlan
 from megatron_dynmo.transport import Parcel, Transport
 
 logger = logging.getLogger(__name__)
 
-PHASES = ("prepare", "transfer", "commit", "verify")
+_RESTART = "Training must not go on: restart from the last checkpoint"
 
 
 class MoveRefused(MigrationError):
@@ -31,7 +32,16 @@ class MoveRefused(MigrationError):
 
 
 class Stage(Protocol):
-    """One rank's side of a move."""
+    """One rank's side of a move.
+
+    Attributes:
+        new_tensors: first letters of parcel names for which an empty layer has no slot.
+    """
+
+    new_tensors: tuple[str, ...]
+
+    def layers(self) -> Mapping[int, Any]:
+        """The layers held now, by layer_number."""
 
     def prepare(self, plan: MigrationPlan) -> None:
         """Make the running model readable and build empty layers for what arrives.
@@ -53,7 +63,13 @@ class Stage(Protocol):
         """Forget everything since `prepare`; the running model is as it was."""
 
     def commit(self, plan: MigrationPlan) -> None:
-        """Take in what arrived, let go of what left, rebuild wrapper and optimizer.
+        """Take in what arrived and let go of what left; talks to no other rank.
+
+        A failure here must not keep the others waiting in a collective.
+        """
+
+    def rebuild(self) -> None:
+        """Make the optimizer fit what is held now and give it back its state.
 
         Collective:
             All ranks of the world.
@@ -125,6 +141,7 @@ class Migrator:
         self._reversible(plan, "prepare", timings, lambda: self._prepare(plan, expected))
         self._reversible(plan, "transfer", timings, lambda: self._transfer(plan, expected, sent))
         self._final(plan, "commit", timings, lambda: self._stage.commit(plan))
+        self._final(plan, "rebuild", timings, self._stage.rebuild)
         self._final(plan, "verify", timings, lambda: self._verify(plan, expected))
         return MigrationReport(
             layer_numbers=plan.layer_numbers,
@@ -138,20 +155,60 @@ class Migrator:
         expected.update(self._stage.fingerprints())
 
     def _transfer(self, plan: MigrationPlan, expected: dict[str, int], sent: list[int]) -> None:
+        """Carry out the moves of this rank; after a failure, call off those that are left.
+
+        A rank that just stopped would leave the peers of its later moves waiting for it.
+        """
+        failure: Exception | None = None
         for move in plan.moves:
-            name = unit_name(move.layer_number)
-            if move.is_local and move.src_pp_rank == self._pp_rank:
-                self._stage.accept(move, self._stage.parcel(move.layer_number))
-            elif move.src_pp_rank == self._pp_rank:
+            try:
+                if failure is None:
+                    self._carry(move, expected, sent)
+                else:
+                    self._call_off(move)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _carry(self, move: LayerMove, expected: dict[str, int], sent: list[int]) -> None:
+        name = unit_name(move.layer_number)
+        is_source, is_target = (
+            rank == self._pp_rank for rank in (move.src_pp_rank, move.dst_pp_rank)
+        )
+        if is_source and is_target:
+            self._stage.accept(move, self._stage.parcel(move.layer_number))
+        elif is_source:
+            with self._called_off_on_error(move):
                 parcel = self._stage.parcel(move.layer_number)
                 parcel.values["fingerprint"] = expected.pop(name)
-                self._transport.send(parcel, move.dst_pp_rank)
-                sent[0] += parcel.num_bytes
-            elif move.dst_pp_rank == self._pp_rank:
+            self._transport.send(parcel, move.dst_pp_rank)
+            sent[0] += parcel.num_bytes
+        elif is_target:
+            with self._called_off_on_error(move):
                 slots = self._stage.slots(move)
-                parcel = self._transport.receive(name, move.src_pp_rank, slots)
-                expected[name] = parcel.values.pop("fingerprint")
-                self._stage.accept(move, parcel)
+            parcel = self._transport.receive(name, move.src_pp_rank, slots, self._stage.new_tensors)
+            expected[name] = parcel.values.pop("fingerprint")
+            self._stage.accept(move, parcel)
+
+    def _call_off(self, move: LayerMove) -> None:
+        """Tell the other rank of a move that this one will not make it."""
+        name = unit_name(move.layer_number)
+        if move.is_local:
+            return
+        if move.src_pp_rank == self._pp_rank:
+            self._transport.call_off_sending(name, move.dst_pp_rank)
+        elif move.dst_pp_rank == self._pp_rank:
+            self._transport.call_off_receiving(name, move.src_pp_rank)
+
+    @contextlib.contextmanager
+    def _called_off_on_error(self, move: LayerMove) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            with contextlib.suppress(TransportError):
+                self._call_off(move)
+            raise
 
     def _verify(self, plan: MigrationPlan, expected: dict[str, int]) -> None:
         self._stage.check_ownership(plan.new)
@@ -163,27 +220,47 @@ class Migrator:
     def _reversible(
         self, plan: MigrationPlan, phase: str, timings: dict[str, float], body: Callable[[], None]
     ) -> None:
-        failures = self._run(phase, timings, body)
-        if failures:
-            self._stage.rollback()
-            raise MoveRefused(
-                f"moving {plan.old} to {plan.new} failed in {phase}: {failures}. "
-                f"Every rank still holds {plan.old}; training goes on there"
+        failures = self._run(plan, phase, timings, body)
+        if not failures:
+            return
+        not_undone = self._run(plan, "rollback", timings, self._stage.rollback)
+        what = f"moving {plan.old} to {plan.new} failed in {phase}: {failures}"
+        if not_undone:
+            raise MigrationError(f"{what}; going back failed too: {not_undone}. {_RESTART}")
+        if self._consensus.total(self._transport.has_lost_links):
+            raise MigrationError(
+                f"{what}. Every rank still holds {plan.old}, but a link between ranks is lost. "
+                f"{_RESTART}"
             )
+        raise MoveRefused(f"{what}. Every rank still holds {plan.old}; training goes on there")
 
     def _final(
         self, plan: MigrationPlan, phase: str, timings: dict[str, float], body: Callable[[], None]
     ) -> None:
-        failures = self._run(phase, timings, body)
+        def explained() -> None:
+            try:
+                body()
+            except Exception as error:
+                held = sorted(self._stage.layers())
+                raise MigrationError(
+                    f"holding layers {held}, {type(error).__name__}: {error}"
+                ) from error
+
+        failures = self._run(plan, phase, timings, explained)
         if failures:
-            held = "its old or new layers" if phase == "commit" else f"the layers of {plan.new}"
             raise MigrationError(
-                f"moving {plan.old} to {plan.new} failed in {phase}: {failures}. "
-                f"Each rank holds {held}; restart from the last checkpoint"
+                f"moving {plan.old} to {plan.new} failed in {phase}: {failures}. Every other rank "
+                f"holds its layers of {plan.new}. {_RESTART}"
             )
 
-    def _run(self, phase: str, timings: dict[str, float], body: Callable[[], None]) -> str:
-        """Run a phase here and return what failed on any rank; empty when nothing did."""
+    def _run(
+        self, plan: MigrationPlan, phase: str, timings: dict[str, float], body: Callable[[], None]
+    ) -> str:
+        """Run a phase here and return what failed on any rank; empty when nothing did.
+
+        Raises:
+            MigrationError: The ranks could not agree, since one has died or does not answer.
+        """
         started = time.perf_counter()
         error: Exception | None = None
         try:
@@ -191,7 +268,15 @@ class Migrator:
         except Exception as caught:
             logger.debug("%s failed", phase, exc_info=True)
             error = caught
-        failures = self._consensus.failures(error)
+        try:
+            failures = self._consensus.failures(error)
+        except RuntimeError as gone:
+            own = f"here: {error}" if error else "nothing failed here"
+            raise MigrationError(
+                f"moving {plan.old} to {plan.new}: a rank was lost in {phase} "
+                f"({str(gone).splitlines()[0]}); {own}. This rank holds layers "
+                f"{sorted(self._stage.layers())}. {_RESTART}"
+            ) from gone
         timings[phase] = (time.perf_counter() - started) * 1e3
         return failures
 

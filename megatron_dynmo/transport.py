@@ -1,7 +1,9 @@
 """Carries named tensors between two ranks of a group, as tensors and without pickle.
 
-Tier: torch, not Megatron. One parcel is one layer's state: a header of two numbers, a JSON
-manifest that names every tensor with dtype and shape, then the bytes, coalesced into chunks.
+Tier: torch, not Megatron. One parcel is one layer's state. The sender offers it (a word and a
+JSON manifest that names every tensor with dtype and shape), the receiver makes room and answers,
+then the bytes go, coalesced into chunks. Either side can call the exchange off at its first word,
+so a failure on one side ends the other side's wait at once and leaves the link in order.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ import orjson
 import torch
 import torch.distributed as dist
 
-from megatron_dynmo.errors import TransportError
+from megatron_dynmo.errors import PeerGaveUp, PeerLost, TransportError
 
 CHUNK_BYTES = 64 * 2**20
-_ALIGN_BYTES = 16  # every tensor starts aligned in its chunk, so that it can be viewed in place
+_ALIGN_BYTES = 16  # every tensor starts aligned in its chunk: unaligned copies are slow
+# First words of both sides; odd numbers, so that a link out of step is noticed.
+_OFFERED, _ACCEPTED, _CALLED_OFF = 0x6F66666572, 0x616363657074, 0x63616C6C6F6666
 
 
 @dataclass
@@ -49,8 +53,8 @@ class Transport:
         group: group whose members exchange parcels; belongs to the caller.
         global_ranks: global rank of each member.
         device: where the group's collectives take their tensors.
-        timeout_s: limit of one step; a peer that does not answer in it raises TransportError.
-        chunk_bytes: size of a message; the extra memory of a transfer is two chunks.
+        timeout_s: limit of one step; a peer that does not answer in it raises PeerLost.
+        chunk_bytes: size of a message, and the extra memory of a transfer on either side.
     """
 
     def __init__(
@@ -67,6 +71,12 @@ class Transport:
         self._device = device
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._chunk_bytes = chunk_bytes
+        self._lost: set[int] = set()
+
+    @property
+    def has_lost_links(self) -> bool:
+        """Whether a link of this rank has failed; nothing goes over it any more."""
+        return bool(self._lost)
 
     def send(self, parcel: Parcel, peer: int) -> None:
         """Send a parcel to group rank `peer`, which must call `receive` for it.
@@ -75,28 +85,45 @@ class Transport:
             This rank and the peer, in the order of the plan on both sides.
 
         Raises:
-            TransportError: The peer failed or did not answer in time.
+            PeerGaveUp: The peer does not take it.
+            PeerLost: The link failed, or the peer did not answer in time.
         """
-        manifest = orjson.dumps({"tensors": _describe(parcel.tensors), "values": parcel.values})
-        with self._step(f"sending {parcel.label} to pp_rank {peer}"):
-            header = torch.tensor([len(manifest), parcel.num_bytes], dtype=torch.int64)
-            self._send(header, peer)
+        what = f"sending {parcel.label} to pp_rank {peer}"
+        try:
+            manifest = orjson.dumps({"tensors": _describe(parcel.tensors), "values": parcel.values})
+            chunks = list(_chunks(parcel.tensors, self._chunk_bytes))
+            room = self._room(chunks)
+        except Exception:
+            with contextlib.suppress(TransportError):
+                self.call_off_sending(parcel.label, peer)
+            raise
+        with self._link(what, peer):
+            self._say(peer, _OFFERED, len(manifest))
             self._send(torch.frombuffer(bytearray(manifest), dtype=torch.uint8), peer)
-            for chunk in _chunks(parcel.tensors, self._chunk_bytes):
-                packed = torch.zeros(chunk[-1].end, dtype=torch.uint8, device=self._device)
+            if self._hear(peer)[0] == _CALLED_OFF:
+                raise PeerGaveUp(f"pp_rank {peer} did not take {parcel.label}")
+            for chunk in chunks:
+                packed = room[: chunk[-1].end]
                 for piece in chunk:
                     source = _bytes_of(parcel.tensors[piece.name])
                     packed[piece.start : piece.end].copy_(source[piece.offset : piece.stop])
                 self._send(packed, peer)
 
-    def receive(self, label: str, peer: int, into: Mapping[str, torch.Tensor]) -> Parcel:
+    def receive(
+        self,
+        label: str,
+        peer: int,
+        into: Mapping[str, torch.Tensor],
+        new: tuple[str, ...] = (),
+    ) -> Parcel:
         """Receive a parcel from group rank `peer`.
 
         Args:
             label: what is expected, for error messages.
             peer: group rank of the sender.
-            into: name -> tensor to fill in place, whose dtype and shape must be the sender's.
-                Names the sender has beyond these arrive in new tensors.
+            into: name -> contiguous tensor to fill in place, whose dtype and shape must be the
+                sender's.
+            new: first letters of names that may come beside these; they arrive in new tensors.
 
         Returns:
             A parcel with every tensor the sender named, owned by the caller.
@@ -105,39 +132,87 @@ class Transport:
             This rank and the peer, in the order of the plan on both sides.
 
         Raises:
-            TransportError: The peer failed, did not answer in time, or sent other tensors than
-                `into` asks for; the text names tensor, dtype and shape found and wanted.
+            TransportError: The peer offers other tensors than those asked for; the text names
+                tensor, dtype and shape found and wanted. No byte was sent.
+            PeerGaveUp: The peer called it off.
+            PeerLost: The link failed, or the peer did not answer in time.
         """
-        with self._step(f"receiving {label} from pp_rank {peer}"):
-            header = self._receive(torch.empty(2, dtype=torch.int64, device=self._device), peer)
-            num_manifest, num_bytes = header.tolist()
-            raw = self._receive(
-                torch.empty(num_manifest, dtype=torch.uint8, device=self._device), peer
-            )
-            manifest = orjson.loads(raw.cpu().numpy().tobytes())
+        what = f"receiving {label} from pp_rank {peer}"
+        with self._link(what, peer):
+            offer = self._hear_offer(label, peer)
+        try:
+            described, values = offer["tensors"], offer["values"]
+            if problem := _mismatch(described, into, new):
+                raise TransportError(f"{label} from pp_rank {peer} does not fit: {problem}")
+            assert all(tensor.is_contiguous() for tensor in into.values())
             tensors = {
-                name: torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
-                if name not in into
-                else into[name]
-                for name, dtype, shape in manifest["tensors"]
+                name: into[name]
+                if name in into
+                else torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+                for name, dtype, shape in described
             }
-            problem = _mismatch(manifest["tensors"], into)
-            assert all(t.is_contiguous() for t in into.values())
-            # The bytes are taken off the wire even when they do not fit: the peer is sending
-            # them, and a half-read message would be taken for the start of the next one.
-            for chunk in _chunks(_sized(manifest["tensors"]), self._chunk_bytes):
-                packed = self._receive(
-                    torch.empty(chunk[-1].end, dtype=torch.uint8, device=self._device), peer
-                )
-                if problem is None:
-                    for piece in chunk:
-                        target = _bytes_of(tensors[piece.name])
-                        target[piece.offset : piece.stop].copy_(packed[piece.start : piece.end])
-        if problem is not None:
-            raise TransportError(f"{label} from pp_rank {peer} does not fit: {problem}")
-        parcel = Parcel(label, tensors, manifest["values"])
-        assert parcel.num_bytes == num_bytes, (parcel.num_bytes, num_bytes)
+            parcel = Parcel(label, tensors, values)
+            chunks = list(_chunks(tensors, self._chunk_bytes))
+            room = self._room(chunks)
+        except Exception:
+            with contextlib.suppress(TransportError), self._link(what, peer):
+                self._say(peer, _CALLED_OFF)
+            raise
+        with self._link(what, peer):
+            self._say(peer, _ACCEPTED)
+            for chunk in chunks:
+                packed = self._receive(room[: chunk[-1].end], peer)
+                for piece in chunk:
+                    target = _bytes_of(parcel.tensors[piece.name])
+                    target[piece.offset : piece.stop].copy_(packed[piece.start : piece.end])
         return parcel
+
+    def call_off_sending(self, label: str, peer: int) -> None:
+        """Take the place of `send` when this side has failed; the peer's `receive` ends at once.
+
+        Raises:
+            PeerLost: The link failed, or the peer did not answer in time.
+        """
+        with self._link(f"calling off {label} to pp_rank {peer}", peer):
+            self._say(peer, _CALLED_OFF)
+
+    def call_off_receiving(self, label: str, peer: int) -> None:
+        """Take the place of `receive` when this side has failed; the peer's `send` ends at once.
+
+        Raises:
+            PeerLost: The link failed, or the peer did not answer in time.
+        """
+        with (
+            contextlib.suppress(PeerGaveUp),
+            self._link(f"calling off {label} from pp_rank {peer}", peer),
+        ):
+            self._hear_offer(label, peer)
+            self._say(peer, _CALLED_OFF)
+
+    def _hear_offer(self, label: str, peer: int) -> dict[str, Any]:
+        """The sender's manifest."""
+        word, num_manifest = self._hear(peer)
+        if word == _CALLED_OFF:
+            raise PeerGaveUp(f"pp_rank {peer} called off {label}")
+        raw = self._receive(torch.empty(num_manifest, dtype=torch.uint8, device=self._device), peer)
+        offer: dict[str, Any] = orjson.loads(raw.cpu().numpy().tobytes())
+        return offer
+
+    def _say(self, peer: int, word: int, size: int = 0) -> None:
+        """Send a word, and the size of what follows it."""
+        self._send(torch.tensor([word, size], dtype=torch.int64), peer)
+
+    def _hear(self, peer: int) -> list[int]:
+        """Receive a word, and the size of what follows it."""
+        heard = self._receive(torch.empty(2, dtype=torch.int64, device=self._device), peer).tolist()
+        if heard[0] not in (_OFFERED, _ACCEPTED, _CALLED_OFF):
+            raise RuntimeError(f"the link is out of step: {heard}")
+        return heard
+
+    def _room(self, chunks: Sequence[Sequence[_Piece]]) -> torch.Tensor:
+        """Memory for the largest of some chunks."""
+        size = max((chunk[-1].end for chunk in chunks), default=0)
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _send(self, tensor: torch.Tensor, peer: int) -> None:
         work = dist.isend(tensor.to(self._device), self._ranks[peer], group=self._group)
@@ -156,11 +231,15 @@ class Transport:
             work.wait(self._timeout)
 
     @contextlib.contextmanager
-    def _step(self, what: str) -> Iterator[None]:
+    def _link(self, what: str, peer: int) -> Iterator[None]:
+        """Around messages: a failure is the end of the link, whose messages may be half read."""
+        if peer in self._lost:
+            raise PeerLost(f"{what} failed: the link to pp_rank {peer} was lost before")
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            raise TransportError(f"{what} failed: {str(error).splitlines()[0]}") from error
+            self._lost.add(peer)
+            raise PeerLost(f"{what} failed: {str(error).splitlines()[0]}") from error
 
 
 @dataclass(frozen=True)
@@ -176,14 +255,6 @@ class _Piece:
 
 def _describe(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, str, list[int]]]:
     return [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
-
-
-def _sized(described: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Tensors without storage that have the described sizes."""
-    return {
-        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-        for name, dtype, shape in described
-    }
 
 
 def _chunks(tensors: Mapping[str, torch.Tensor], chunk_bytes: int) -> Iterator[list[_Piece]]:
@@ -209,14 +280,18 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _mismatch(described: Sequence[Any], into: Mapping[str, torch.Tensor]) -> str | None:
-    """Say how what was sent differs from what is wanted; None when it fits."""
-    sent = {name: (dtype, tuple(shape)) for name, dtype, shape in described}
-    wanted = {name: (dtype, tuple(shape)) for name, dtype, shape in _describe(into)}
+def _mismatch(
+    described: Sequence[Any], into: Mapping[str, torch.Tensor], new: tuple[str, ...]
+) -> str | None:
+    """Say how what is offered differs from what is wanted; None when it fits."""
+    offered = {name: f"{dtype}{list(shape)}" for name, dtype, shape in described}
+    wanted = {name: f"{dtype}{list(shape)}" for name, dtype, shape in _describe(into)}
     for name, want in wanted.items():
-        if name not in sent:
-            return f"{name} {want[0]}{list(want[1])} was not sent"
-        if sent[name] != want:
-            got = sent[name]
-            return f"{name} is {got[0]}{list(got[1])}, wanted {want[0]}{list(want[1])}"
+        if name not in offered:
+            return f"{name}, wanted as {want}, was not sent"
+        if offered[name] != want:
+            return f"{name} is {offered[name]}, wanted {want}"
+    for name, found in offered.items():
+        if name not in wanted and not name.startswith(new):
+            return f"{name} {found} is not wanted"
     return None

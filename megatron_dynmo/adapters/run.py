@@ -16,10 +16,10 @@ from megatron_dynmo.adapters.stage import MegatronStage
 from megatron_dynmo.adapters.topology import Topology
 from megatron_dynmo.clock import Clock, make_clock
 from megatron_dynmo.config import DynMoConfig
-from megatron_dynmo.errors import MigrationError
+from megatron_dynmo.errors import LayoutError
 from megatron_dynmo.layout import LayerLayout
 from megatron_dynmo.migrator import MigrationReport
-from megatron_dynmo.plan import MigrationPlan
+from megatron_dynmo.plan import MigrationPlan, build_plan
 from megatron_dynmo.profiler import ChunkModules, StaticBytes
 
 
@@ -81,6 +81,9 @@ class MegatronRun:
         Raises:
             ConfigError: Names the features and the remedy.
             LayoutError: A forced layout does not fit the model.
+
+        Collective:
+            All ranks of the pipeline group.
         """
         support.require_movable(self.args)
         for move in config.forced_moves:
@@ -100,11 +103,16 @@ class MegatronRun:
         """Refuse a layout that this model cannot reach by moving layers.
 
         Raises:
-            MigrationError: It would move the layer that the MTP block hangs on.
+            LayoutError: It has other stages or virtual stages than the run, or would move the
+                layer that the MTP block hangs on.
+
+        Collective:
+            All ranks of the pipeline group.
         """
         now = self.stage.layout
+        build_plan(now, new)
         if now.mtp_num_layers and new.owner_of(now.num_layers) != now.owner_of(now.num_layers):
-            raise MigrationError(
+            raise LayoutError(
                 f"the layout {new} moves layer {now.num_layers}, the last one, which the final "
                 "layer norm and the multi-token-prediction block hang on; keep it on "
                 f"(pp_rank, vp_stage) {now.owner_of(now.num_layers)}"

@@ -41,6 +41,7 @@ class _Pending:
 
     hooks_on: list[bool] = field(default_factory=list)
     incoming: dict[int, _Incoming] = field(default_factory=dict)
+    staying: list[tuple[torch.nn.Parameter, ParamState]] = field(default_factory=list)
 
 
 class MegatronStage:
@@ -51,7 +52,12 @@ class MegatronStage:
         model: Megatron's `model` list.
         optimizer: Megatron's ChainedOptimizer.
         args: Megatron's arguments.
+
+    Attributes:
+        new_tensors: see `Stage`.
     """
+
+    new_tensors = ("state/", "extra/")
 
     def __init__(
         self,
@@ -157,7 +163,7 @@ class MegatronStage:
         """See `Stage.commit`."""
         pp_rank = self._topology.pp_rank
         leaving = {move.layer_number for move in plan.sent_by(pp_rank)}
-        staying = self._staying_states(leaving)
+        self._pending.staying = self._staying_states(leaving)
         removed = [p for n in leaving for p in self.layers()[n].parameters()]
         arriving: dict[int, list[Any]] = {chunk.vp_stage: [] for chunk in self.chunks}
         for move in plan.received_by(pp_rank):
@@ -177,9 +183,12 @@ class MegatronStage:
                 disable_bucketing=wrapper.disables_bucketing(self._model, index, self._args),
                 hooks_on=hooks_on[index],
             )
+
+    def rebuild(self) -> None:
+        """See `Stage.rebuild`."""
         rebuild_optimizer(self._optimizer, self._model, self._args)
         self._codec = None
-        for param, state in staying:
+        for param, state in self._pending.staying:
             self.codec().install(param, state)
         for incoming in self._pending.incoming.values():
             self._install(incoming)
