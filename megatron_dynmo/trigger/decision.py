@@ -103,11 +103,11 @@ class Proposal:
         if not gain.agrees:
             return f"{what} in the median, but not in all {gain.span} iterations"
         if gain.sure_ms <= 0:
-            return f"{what}, {gain.gain_ms:.3g} ms, but noise alone shows {gain.margin_ms:.3g} ms"
+            return f"{what}, {_ms(gain.gain_ms)}, but noise alone shows {_ms(gain.margin_ms)}"
         if gain.sure_ms * self.horizon <= self.cost_ms:
             return (
-                f"{what}, {gain.gain_ms:.3g} ms an iteration (surely {gain.sure_ms:.3g}), which "
-                f"over {self.horizon:.0f} iterations does not pay for {self.cost_ms:.3g} ms of "
+                f"{what}, {_ms(gain.gain_ms)} an iteration (surely {gain.sure_ms:.3g}), which "
+                f"over {self.horizon:.0f} iterations does not pay for {_ms(self.cost_ms)} of "
                 f"moving ({self.cost_source})"
             )
         return None
@@ -124,7 +124,7 @@ def put_stay(
         slow_ranks: which ranks are slow; may be empty.
         proposal: what was considered.
     """
-    text = f"stay: {reason}" + (f"; {slow_ranks}" if slow_ranks else "")
+    text = reason + (f"; {slow_ranks}" if slow_ranks else "")
     if proposal is None:
         return Decision("stay", text, layout, layout)
     gain = proposal.gain
@@ -142,9 +142,9 @@ def put_move(
     notes = "".join(f"; {note}" for note in (proposal.note, slow_ranks) if note)
     return Decision(
         "move",
-        f"move: saves {gain.gain_ms:.3g} ms of {gain.iteration_ms:.4g} ms an iteration "
+        f"saves {_ms(gain.gain_ms)} of {_ms(gain.iteration_ms)} an iteration "
         f"({gain.gain_pct:.1f} %), pays back in {payback} of {remaining_iterations} iterations "
-        f"left (cost {proposal.cost_ms:.3g} ms, {proposal.cost_source}){notes}",
+        f"left (cost {_ms(proposal.cost_ms)}, {proposal.cost_source}){notes}",
         layout,
         gain.new,
         gain.iteration_ms - gain.gain_ms,
@@ -168,9 +168,9 @@ def put_rollback(
     expected_ms = verdict.measured_ms + verdict.saved_ms
     return Decision(
         "rollback",
-        f"rollback: the move after iteration {trial.iteration} promised to save "
-        f"{trial.predicted_ms:.3g} ms, but an iteration takes {verdict.measured_ms:.4g} ms where "
-        f"{trial.old} would take {expected_ms:.4g} ms; undoing it costs {cost_ms:.3g} ms "
+        f"the move after iteration {trial.iteration} promised to save "
+        f"{_ms(trial.predicted_ms)}, but an iteration takes {_ms(verdict.measured_ms)} where "
+        f"{trial.old} would take {_ms(expected_ms)}; undoing it costs {_ms(cost_ms)} "
         f"({cost_source}) with {remaining_iterations} iterations left",
         trial.new,
         trial.old,
@@ -178,3 +178,8 @@ def put_rollback(
         -100.0 * verdict.saved_ms / verdict.measured_ms,
         cost_ms,
     )
+
+
+def _ms(value: float) -> str:
+    """Write a duration with three digits or more, never with an exponent."""
+    return f"{value:,.0f} ms" if abs(value) >= 100 else f"{value:.3g} ms"

@@ -41,7 +41,7 @@ def test_gain_below_the_least_never_moves_and_says_so():
     gain = world.decisions[0][1].gain_pct
     assert 0 < gain < 2
     best = balance(model_costs(load), layout, (1.0, 1.0))
-    assert world.decisions[0][1].reason == f"stay: best layout {best} gains {gain:.1f} % (< 2 %)"
+    assert world.decisions[0][1].reason == f"best layout {best} gains {gain:.1f} % (< 2 %)"
     settings = TriggerSettings(min_gain_pct=0.5)
     eager = World(lambda i: load, layout, 400, cost_ms=lambda n: 0.0, settings=settings).run()
     assert len(eager.moves) == 1
@@ -62,7 +62,7 @@ def test_interval_decides_only_then():
     settings = TriggerSettings(interval=10)
     world = World(flat, UNEVEN, 40, settings=settings).run()
     assert [i for i, _ in world.moves] == [10]
-    assert world.decisions[0][1].reason == "stay: next decision at 10"
+    assert world.decisions[0][1].reason == "next decision at 10"
 
 
 def test_settings_come_from_the_config():
@@ -188,7 +188,7 @@ def test_restart_under_another_layout_begins_afresh():
     fresh = Trigger(TriggerSettings(), choose=balance)
     fresh.restore(json.loads(json.dumps(world.trigger.state())))
     fresh.start(LayerLayout.even(L, 2), 62, 100)
-    assert fresh.decide(62, 100).reason == "stay: 0 of 3 iterations measured"
+    assert fresh.decide(62, 100).reason == "0 of 3 iterations measured"
 
 
 def test_move_that_nobody_asked_the_trigger_for_is_taken_as_it_is():
