@@ -124,7 +124,8 @@ class Reporter:
                 decision.old,
                 predicted_iteration_ms=decision.predicted_iteration_ms,
                 migrations=self._totals,
-            ),
+            )
+            | ({"dynmo/emulated": 1.0} if self._run.is_emulated else {}),
         )
         self._scalars.write_decision(iteration, f"{decision.action}: {decision.reason}")
 

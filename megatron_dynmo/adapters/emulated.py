@@ -195,14 +195,20 @@ class EmulatedDevice:
             if name in stamps
         }
         if isinstance(requests, list):  # batched: Megatron waits for all of them, in order
-            return [*requests, *stamp_requests, *(_Request((), each) for each in arrivals.values())]
-        self._stamps_on_their_way += [
-            request for name, request in stamp_requests.items() if "tensor_" + name in _SENDS
-        ]
-        return {
-            name: _Request((request, stamp_requests[name]), arrivals.get("tensor_" + name))
-            for name, request in requests.items()
-        }
+            return [
+                *requests,
+                *stamp_requests,
+                *(_Request((), arrive) for arrive in arrivals.values()),
+            ]
+        handles = dict(requests)
+        for name, request in stamp_requests.items():
+            if "tensor_" + name in arrivals:
+                both = (requests[name], request)
+                handles[name] = _Request(both, arrivals["tensor_" + name])
+            else:
+                # Megatron forgets some sends; a time must not be freed before it has left.
+                self._stamps_on_their_way.append(request)
+        return handles
 
     def _stamp(self, time_ms: float) -> torch.Tensor:
         return torch.tensor([time_ms], dtype=torch.float64, device=self._torch_device)
@@ -262,16 +268,14 @@ class EmulatedDevice:
 
 
 class _Request:
-    """What Megatron waits for: the message and its time together."""
+    """What a receiver waits for: the message and its time together; once, as gloo wants it."""
 
-    def __init__(self, parts: Sequence[Any], arrive: Callable[[], None] | None) -> None:
+    def __init__(self, parts: Sequence[Any], arrive: Callable[[], None]) -> None:
         self._parts = parts
         self._arrive = arrive
 
     def wait(self) -> None:
-        """Wait for both and, if it receives, until the virtual time of arrival."""
+        """Wait for both, and until the virtual time of arrival."""
         for part in self._parts:
             part.wait()
-        if self._arrive is not None:
-            self._arrive()
-            self._arrive = None
+        self._arrive()

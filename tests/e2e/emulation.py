@@ -35,6 +35,7 @@ def run_emulated(
     num_layers: int,
     num_microbatches: int,
     iterations: int,
+    is_emulated: bool = True,
     timeout_s: float = 120.0,
 ) -> list[dict[str, Any]]:
     """Train on emulated devices and return the events.
@@ -48,6 +49,7 @@ def run_emulated(
         num_layers: decoder layers.
         num_microbatches: of an iteration.
         iterations: to train.
+        is_emulated: whether on emulated devices; else the same run in real time.
         timeout_s: when to give up.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +64,8 @@ def run_emulated(
         *("--train-iters", str(iterations), "--lr-decay-iters", str(max(iterations, 8))),
         *("--pipeline-model-parallel-size", str(num_stages)),
         *("--pipeline-model-parallel-layout", layout),
-        *("--dynmo-emulate", str(file), "--dynmo-log-dir", str(folder), "--dynmo-window", "1"),
+        *("--dynmo-log-dir", str(folder), "--dynmo-window", "1"),
+        *(("--dynmo-emulate", str(file)) if is_emulated else ()),
         *flags,
         timeout_s=timeout_s,
         log_dir=folder / "ranks",
