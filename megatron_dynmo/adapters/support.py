@@ -95,6 +95,16 @@ UNSUPPORTED = (
         "master weights live inside the fused optimizer in a scaled form",
     ),
     Unsupported(
+        "--fp8-param-gather",
+        _set("fp8_param_gather"),
+        "quantized parameters are no plain tensors that could travel",
+    ),
+    Unsupported(
+        "--fp4-param-gather",
+        _set("fp4_param_gather"),
+        "quantized parameters are no plain tensors that could travel",
+    ),
+    Unsupported(
         "--optimizer",
         _set("optimizer", "adam", "sgd"),
         "only the state of Adam and SGD is known how to be moved",
@@ -164,6 +174,7 @@ def require_legal_split(args: Namespace) -> None:
     if stages < 2 or getattr(args, "hybrid_layer_pattern", None) or not args.num_layers:
         return
     if args.pipeline_model_parallel_layout is not None:
+        _refuse_second_way(args)
         LayerLayout.from_megatron(
             args.pipeline_model_parallel_layout,
             num_layers=args.num_layers,
@@ -186,6 +197,27 @@ def require_legal_split(args: Namespace) -> None:
         )
     else:
         LayerLayout.even(args.num_layers, stages, virtual_stages=virtual)
+
+
+def _refuse_second_way(args: Namespace) -> None:
+    """Refuse a split that is given twice, in ways that may contradict each other."""
+    others = [
+        f"--{name.replace('_', '-')}"
+        for name in (
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+        )
+        if (value := getattr(args, name, None)) is not None and value is not False
+    ]
+    if others:
+        raise LayoutError(
+            f"--pipeline-model-parallel-layout '{args.pipeline_model_parallel_layout}' says which "
+            f"layers every stage has, so {', '.join(others)} cannot stand beside it; drop either"
+        )
 
 
 def _virtual_stages(args: Namespace, stages: int) -> int | None:

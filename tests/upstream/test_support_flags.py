@@ -1,0 +1,40 @@
+"""Every feature that is refused is a flag of Megatron's, told from the right argument."""
+
+import argparse
+
+import pytest
+from megatron.training.arguments import add_megatron_arguments
+
+from megatron_dynmo.adapters.support import UNSUPPORTED, refusals
+from megatron_dynmo.config import DynMoConfig
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def value_of(action: argparse.Action) -> list[str]:
+    """A value that turns the feature on."""
+    if action.nargs == 0:
+        return []
+    if action.choices:
+        return [str(next(c for c in reversed(list(action.choices)) if c != action.default))]
+    return ["1"]
+
+
+def test_a_run_with_defaults_is_refused_nothing(parser):
+    assert refusals(parser.parse_args([])) == []
+
+
+@pytest.mark.parametrize("feature", UNSUPPORTED, ids=lambda feature: feature.flag)
+def test_the_flag_is_megatrons_and_turns_on_this_refusal_alone(parser, feature):
+    (action,) = [a for a in parser._actions if feature.flag in a.option_strings]
+    args = parser.parse_args([feature.flag, *value_of(action)])
+    assert [found.flag for found in refusals(args)] == [feature.flag]
+
+
+def test_our_flags_are_none_of_megatrons(parser):
+    DynMoConfig.add_arguments(parser)  # argparse refuses a flag given twice
+    args = parser.parse_args(["--dynmo-window", "5"])
+    assert DynMoConfig.from_namespace(args).window == 5
