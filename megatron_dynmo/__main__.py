@@ -35,6 +35,10 @@ COMMANDS = {
     "corpus": _Command(
         "megatron_dynmo.commands.corpus", "make a Megatron dataset and a tokenizer from text"
     ),
+    "plan": _Command(
+        "megatron_dynmo.commands.plan",
+        "find the best layout for measured costs or for Megatron's arguments",
+    ),
     "simulate": _Command(
         "megatron_dynmo.commands.simulate",
         "simulate static and dynamic balancing of a scenario or a recorded run",
