@@ -92,6 +92,15 @@ def _norm_with_sequence_parallel(original: Callable[..., Any]) -> Callable[..., 
     return __new__
 
 
+def _no_warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `set_jit_fusion_options` so that nothing is warmed up where nothing is compiled."""
+
+    def set_jit_fusion_options(tp_size: int | None = None) -> None:
+        """Do nothing: there are no fused kernels on a CPU."""
+
+    return set_jit_fusion_options
+
+
 def seam_specs() -> tuple[PatchSpec, ...]:
     """Return the patches of Megatron's own functions."""
     return (*_start_specs(), *_training_specs())
@@ -112,6 +121,18 @@ def _start_specs() -> tuple[PatchSpec, ...]:
             reason="it asserts CUDA unless told otherwise",
             seam_tried="its own allow_no_cuda: pretrain() gives no way to pass it",
             remove_when="pretrain() passes allow_no_cuda on",
+        ),
+        PatchSpec(
+            name="cpu-no-warm-up",
+            target="megatron.training.initialize:set_jit_fusion_options",
+            kind=Kind.WRAP,
+            factory=_no_warm_up,
+            params=("tp_size",),
+            bindings=("megatron.training.training:set_jit_fusion_options",),
+            reason="it warms up fused kernels with random inputs, here from the generator that "
+            "--use-cpu-initialization draws the weights from; on a GPU that one is not touched",
+            seam_tried="--disable-jit-fuser: the warm-up runs all the same",
+            remove_when="the warm-up can be switched off",
         ),
         PatchSpec(
             name="cpu-force-eager",
