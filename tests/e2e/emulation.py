@@ -64,7 +64,7 @@ def run_emulated(
         *("--train-iters", str(iterations), "--lr-decay-iters", str(max(iterations, 8))),
         *("--pipeline-model-parallel-size", str(num_stages)),
         *("--pipeline-model-parallel-layout", layout),
-        *("--dynmo-log-dir", str(folder), "--dynmo-window", "1"),
+        *("--dynmo-log-dir", str(folder)),
         *(("--dynmo-emulate", str(file)) if is_emulated else ()),
         *flags,
         timeout_s=timeout_s,

@@ -13,6 +13,7 @@ from tests.e2e.training import TINY_GPT
 from tests.ranks import RanksFailed, run_ranks
 
 LINK = {"latency_ms": 0.125, "bandwidth_gb_s": 0.000512}  # a message takes 0.125 + 0.5 ms
+EVERY_ITERATION = ("--dynmo-window", "1")
 EDGES = {
     "first_stage_extra": {"forward_ms": 0.5, "backward_ms": 0.25, "reduce_ms": 0.5},
     "last_stage_extra": {"forward_ms": 1.5, "backward_ms": 3.0, "optimizer_ms": 0.5},
@@ -141,6 +142,7 @@ def moved_twice(tmp_path_factory):
     start, target = layout_of([2, 2, 2, 2]), layout_of([1, 1, 3, 3])
     shape = {"num_stages": 4, "num_layers": 8, "num_microbatches": 5, "iterations": 6}
     flags = ("--dynmo-force-layout", f"2:{target}", "--dynmo-digest-interval", "6")
+    flags += EVERY_ITERATION
     document = changing_model(8)
     root = tmp_path_factory.mktemp("emulated")
     runs = [run_emulated(root / name, document, start, *flags, **shape) for name in "ab"]
