@@ -12,7 +12,7 @@ from typing import Any
 from megatron_dynmo.balancers import LayoutChoice, choose_layout, diffusion, min_max_layout
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.cost import ExtraCost, LayerCost, ModelCosts
-from megatron_dynmo.errors import BalanceError
+from megatron_dynmo.errors import BalanceError, ConfigError
 from megatron_dynmo.layout import LayerLayout
 from megatron_dynmo.migrator import MigrationReport
 from megatron_dynmo.profile_report import ProfileReport
@@ -35,6 +35,7 @@ class Decider:
     def __init__(self, config: DynMoConfig, run: Any, layout: LayerLayout) -> None:
         self._config = config
         self._run = run
+        self._layout = layout
         cap = config.memory_cap_gb
         self._memory_limit = run.device_memory_bytes if cap is None else cap * 1e9
         settings = dataclasses.replace(
@@ -62,6 +63,7 @@ class Decider:
 
     def moved(self, iteration: int, layout: LayerLayout, report: MigrationReport) -> None:
         """Take note of a move that was carried out."""
+        self._layout = layout
         self._trigger.moved(iteration, layout, report.duration_ms, report.num_bytes)
 
     def refused(self, iteration: int, layout: LayerLayout, reason: str) -> None:
