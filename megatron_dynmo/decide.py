@@ -55,7 +55,11 @@ class Decider:
         for number, report in reports:
             self._trigger.observe(number, report.costs, report.iteration_ms)
         self._choices.clear()
-        decision = self._trigger.decide(iteration, self._run.train_iters - iteration)
+        try:
+            decision = self._trigger.decide(iteration, self._run.train_iters - iteration)
+        except ConfigError as error:
+            # A schedule that cannot be predicted is no reason to stop training.
+            return Decision("stay", f"no prediction: {error}", self._layout, self._layout)
         for choice in self._choices:
             if decision.action == "move" and decision.new == choice.layout != choice.min_max:
                 return dataclasses.replace(decision, reason=f"{decision.reason}; {choice.reason}")
