@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: help setup format lint types test test-unit test-upstream test-distributed test-e2e \
-	test-matrix demo bench bench-balancers patches docs lock dist clean
+	test-matrix demo bench bench-balancers bench-trigger patches docs lock dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -61,7 +61,10 @@ demo: setup ## Real text, real Megatron, a layer that moves: static against bala
 bench-balancers: setup ## Quality and time of all balancers side by side
 	$(BIN)/python scripts/bench_balancers.py
 
-bench: demo bench-balancers ## All benchmarks that write benchmarks/results
+bench-trigger: setup ## Emulated ranks whose costs change: static, best static, ours
+	$(BIN)/python scripts/bench_trigger.py
+
+bench: demo bench-balancers bench-trigger ## All benchmarks that write benchmarks/results
 
 patches: setup ## List and check the patches of Megatron
 	$(BIN)/dynmo patches list
