@@ -6,6 +6,7 @@ Tier: torch. Only fixed-size tensors are exchanged; no pickle.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -86,6 +87,34 @@ class Consensus:
         tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
         dist.all_reduce(tensor, group=self._world)
         return int(tensor.item())
+
+    def slowest(self, value: float) -> float:
+        """Largest value of all ranks, the same on every rank: a time, say, that each measured.
+
+        Collective:
+            All ranks of the world group.
+        """
+        tensor = torch.tensor([value], dtype=torch.float64, device=self._device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._world)
+        return float(tensor.item())
+
+    def least(self, value: float) -> float:
+        """Smallest value of all ranks, the same on every rank: free memory, say.
+
+        Collective:
+            All ranks of the world group.
+        """
+        return -self.slowest(-value)
+
+    def of_rank_0(self, values: Sequence[int]) -> list[int]:
+        """What rank 0 gives, on every rank; every rank gives equally many.
+
+        Collective:
+            All ranks of the world group.
+        """
+        tensor = torch.tensor(list(values), dtype=torch.int64, device=self._device)
+        dist.broadcast(tensor, src=0, group=self._world)
+        return [int(value) for value in tensor.tolist()]
 
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         mine = mine.to(self._device)

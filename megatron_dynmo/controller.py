@@ -23,6 +23,7 @@ from megatron_dynmo.patching import PatchSet
 from megatron_dynmo.plan import build_plan
 from megatron_dynmo.reporter import Reporter
 from megatron_dynmo.transport import Transport
+from megatron_dynmo.trigger import Decision
 from megatron_dynmo.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,12 @@ class Controller:
     def __init__(self, config: DynMoConfig, patches: PatchSet) -> None:
         self._config = config
         self._patches = patches
-        self._forced = {move.iteration: move.layout for move in config.forced_moves}
         self._session: _Session | None = None
+
+    @property
+    def must_move(self) -> bool:
+        """Whether a model whose layers cannot be moved is a mistake."""
+        return self._config.mode == "balance"
 
     def join(self, run: Any) -> None:
         """Meet the model and optimizer, built and loaded.
@@ -70,6 +75,11 @@ class Controller:
         if self._session is not None:
             self._session.begin_iteration(iteration)
 
+    def begin_schedule(self) -> None:
+        """The pipeline schedule of the iteration starts."""
+        if self._session is not None:
+            self._session.observer.begin_schedule()
+
     def end_iteration(self, iteration: int, losses: dict[str, Any], grad_norm: Any) -> None:
         """After a step: report, decide, move.
 
@@ -88,9 +98,7 @@ class Controller:
         if session is None:
             return
         session.measure(iteration, losses, grad_norm)
-        if iteration in self._forced:
-            session.force(iteration, self._forced[iteration])
-        else:
+        if not session.force(iteration):
             session.balance(iteration)
         session.report(iteration)
 
@@ -119,10 +127,15 @@ class _Session:
             run.check_movable(config)
         # Who forces layouts wants exactly those; what the balancer would do is still reported.
         self._moves_by_itself = self._can_move and not config.forced_moves
+        self._forced = [m for m in config.forced_moves if m.iteration > run.first_iteration]
         self._layout: LayerLayout = run.stage.layout
         self.observer = Observer(run, run.make_clock(), config.window)
         self._reporter = Reporter(run, config)
-        self._decider = Decider(config, run, self._layout)
+        memory = run.device_memory_bytes
+        self._decider = Decider(
+            config, run, self._layout, None if memory is None else consensus.least(memory)
+        )
+        self._consensus = consensus
         transport = Transport(topology.pp_group, topology.pp_global_ranks, run.device)
         self._migrator = Migrator(topology.pp_rank, run.stage, transport, consensus)
         self._layer_rng = run.make_layer_rng() if config.layer_rng else None
@@ -151,7 +164,7 @@ class _Session:
         self._reporter.profile(iteration, latest, self._layout)
         if self._run.topology.pp_size == 1:
             return
-        decision = self._decider.decide(iteration, reports)
+        decision = self._agreed(self._decider.decide(iteration, reports))
         self._reporter.decision(iteration, decision, latest)
         if not decision.is_move or not self._moves_by_itself:
             return
@@ -162,9 +175,31 @@ class _Session:
             return
         self._move(iteration, decision.new)
 
-    def force(self, iteration: int, text: str) -> None:
-        """Move to a layout that the user asked for; it was checked before training."""
-        self._move(iteration, self._run.parse_layout(text))
+    def _agreed(self, decision: Decision) -> Decision:
+        """The decision of rank 0.
+
+        All ranks decide from the same numbers, so they agree; but a rank that rounds differently
+        must not start the next iteration while the others move.
+        """
+        boundaries = self._consensus.of_rank_0(decision.new.boundaries)
+        if boundaries == decision.new.boundaries:
+            return decision
+        new = self._layout.with_boundaries(boundaries)
+        logger.warning("this rank would have chosen %s; rank 0 chose %s", decision.new, new)
+        action = "stay" if new == self._layout else "move"
+        return Decision(action, "as rank 0 decided", self._layout, new)
+
+    def force(self, iteration: int) -> bool:
+        """Move to a layout that the user asked for, if it is time; it was checked before training.
+
+        An iteration that Megatron skips is made up for in the next one.
+        """
+        due = [move for move in self._forced if move.iteration <= iteration]
+        if not due:
+            return False
+        self._forced = self._forced[len(due) :]
+        self._move(iteration, self._run.parse_layout(due[-1].layout))
+        return True
 
     def report(self, iteration: int) -> None:
         interval = self._config.digest_interval

@@ -30,14 +30,21 @@ class Decider:
         config: the settings.
         run: a `MegatronRun`, for how long training still goes on and what a stage may hold.
         layout: layout in force at the start.
+        device_memory_bytes: memory of the smallest device; None where ranks share it.
     """
 
-    def __init__(self, config: DynMoConfig, run: Any, layout: LayerLayout) -> None:
+    def __init__(
+        self,
+        config: DynMoConfig,
+        run: Any,
+        layout: LayerLayout,
+        device_memory_bytes: float | None = None,
+    ) -> None:
         self._config = config
         self._run = run
         self._layout = layout
         cap = config.memory_cap_gb
-        self._memory_limit = run.device_memory_bytes if cap is None else cap * 1e9
+        self._memory_limit = device_memory_bytes if cap is None else cap * 1e9
         settings = dataclasses.replace(
             TriggerSettings.from_config(config), memory_cap_bytes=self._memory_limit
         )

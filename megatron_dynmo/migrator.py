@@ -93,7 +93,7 @@ class MigrationReport:
     Attributes:
         layer_numbers: layers that changed their chunk, ascending.
         num_bytes: bytes sent by all ranks of the world.
-        duration_ms: wall time of the whole move on this rank.
+        duration_ms: wall time of the whole move on the slowest rank.
         phase_ms: wall time by phase on this rank.
     """
 
@@ -146,7 +146,8 @@ class Migrator:
         return MigrationReport(
             layer_numbers=plan.layer_numbers,
             num_bytes=self._consensus.total(sent[0]),
-            duration_ms=(time.perf_counter() - started) * 1e3,
+            # Decisions rest on it, so every rank must have the same number.
+            duration_ms=self._consensus.slowest((time.perf_counter() - started) * 1e3),
             phase_ms=timings,
         )
 
@@ -268,6 +269,10 @@ class Migrator:
         except Exception as caught:
             logger.debug("%s failed", phase, exc_info=True)
             error = caught
+        if error is not None and phase == "rebuild":
+            # The others may be inside a collective of Megatron's own, which no agreement of ours
+            # can reach: end this rank, and the launcher ends the job.
+            raise error
         try:
             failures = self._consensus.failures(error)
         except RuntimeError as gone:

@@ -53,6 +53,10 @@ class Observer:
         """Start to measure."""
         self._profiler.begin_iteration()
 
+    def begin_schedule(self) -> None:
+        """The pipeline schedule of the iteration starts."""
+        self._profiler.begin_forward_backward()
+
     def end_iteration(self, iteration: int) -> float:
         """Stop measuring.
 

@@ -176,10 +176,6 @@ class Reporter:
         )
         self.say(f" dynmo iteration {iteration:6d} | digest {summary(found)}")
 
-    def close(self) -> None:
-        """Close the event log."""
-        self._log.close()
-
     def _shared_loss(self, losses: dict[str, Any]) -> float | None:
         """The loss of the last stage on every rank of the pipeline, bit for bit."""
         topology = self._run.topology

@@ -26,6 +26,7 @@ def prepare(args: Namespace) -> None:
         return  # the model's size is not known yet; checked again when training is set up
     if config.mode == "balance" and args.pipeline_model_parallel_size > 1:
         checkpoint.restore_layout(args)
+    checkpoint.require_same_buckets(args, config.mode == "balance")
     support.require_legal_split(args)
     require_legal_batches(args)
     if config.mode == "balance" and args.pipeline_model_parallel_size > 1:

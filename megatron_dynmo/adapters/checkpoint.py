@@ -19,43 +19,81 @@ from megatron.training.checkpointing import (
     read_metadata,
 )
 
-from megatron_dynmo.errors import LayoutError
+from megatron_dynmo.adapters.layout import SPLIT_ARGUMENTS, START_LAYOUT
+from megatron_dynmo.errors import ConfigError, LayoutError
 from megatron_dynmo.layout import LayerLayout
 
 logger = logging.getLogger(__name__)
 
 
 def restore_layout(args: Namespace) -> None:
-    """Take the layout of the checkpoint that will be loaded, unless the user gave one.
+    """Take the layout of the checkpoint that will be loaded, unless the user wants another.
 
-    A layout for another number of stages is left alone, with one line that says so.
+    The same command line as at the start of the run counts as no wish. A layout for another number
+    of stages is left alone, with one line that says so.
 
     Args:
         args: parsed, not validated; `pipeline_model_parallel_layout` is set.
     """
-    if args.load is None or args.pipeline_model_parallel_layout is not None:
-        return
-    text = _saved_layout(args)
-    if text is None:
+    saved = _saved_arguments(args)
+    text = getattr(saved, "pipeline_model_parallel_layout", None)
+    started_with = getattr(saved, START_LAYOUT, None)
+    if text is None or args.pipeline_model_parallel_layout not in (None, started_with):
         return
     stages = args.pipeline_model_parallel_size
     try:
-        layout = LayerLayout.from_megatron(text, num_layers=args.num_layers, num_stages=stages)
+        layout = LayerLayout.from_megatron(str(text), num_layers=args.num_layers, num_stages=stages)
     except LayoutError as error:
         logger.warning("the layout %s of the checkpoint is not used: %s", text, error)
         return
-    for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
-        setattr(args, name, None)  # how the run began; Megatron refuses them beside a layout
-    args.account_for_embedding_in_pipeline_split = False
-    args.account_for_loss_in_pipeline_split = False
+    # How the run began; Megatron refuses these beside a layout.
+    for name, neutral in SPLIT_ARGUMENTS.items():
+        setattr(args, name, neutral)
     args.num_layers_per_virtual_pipeline_stage = None
     args.num_virtual_stages_per_pipeline_rank = None
     args.pipeline_model_parallel_layout = layout.to_megatron()
+    if hasattr(saved, START_LAYOUT):
+        setattr(args, START_LAYOUT, started_with)
     logger.info("resuming under the layout of the checkpoint, %s", layout)
 
 
-def _saved_layout(args: Namespace) -> str | None:
-    """Layout string in a checkpoint; None where there is none or it was Megatron's default."""
+def require_same_buckets(args: Namespace, balances: bool) -> None:
+    """Refuse a checkpoint whose distributed-optimizer state was cut otherwise than it will be.
+
+    Balance mode gives every layer a bucket of its own, stock Megatron does not, and the state is
+    stored bucket by bucket.
+
+    Args:
+        args: parsed, not validated.
+        balances: whether this run is in balance mode.
+
+    Raises:
+        ConfigError: Names both ways and what helps.
+    """
+    if not args.use_distributed_optimizer or args.no_load_optim or args.finetune:
+        return
+    saved = _saved_arguments(args)
+    if saved is None or not getattr(saved, "use_distributed_optimizer", False):
+        return
+    was_balanced = getattr(saved, "dynmo_mode", None) == "balance"
+    fully = getattr(saved, "dist_ckpt_optim_fully_reshardable", False)
+    if was_balanced == balances and not (balances and fully):
+        return
+    cut = "a bucket for each layer" if was_balanced else "Megatron's own buckets"
+    if balances and fully:
+        cut = "the fully reshardable format, which Megatron reads back shifted for such buckets"
+    other = "balance" if was_balanced else "observe or off"
+    raise ConfigError(
+        f"the distributed optimizer's state in {args.load} is stored in {cut}, which --dynmo-mode "
+        f"{'balance' if balances else 'observe'} cannot load; go on with --dynmo-mode {other}, or "
+        "take only the weights with --no-load-optim"
+    )
+
+
+def _saved_arguments(args: Namespace) -> Namespace | None:
+    """Megatron's arguments in the checkpoint that will be loaded; None where there is none."""
+    if args.load is None:
+        return None
     tracker = get_checkpoint_tracker_filename(args.load)
     if not Path(tracker).is_file():
         return None  # Megatron says what it makes of that
@@ -67,7 +105,6 @@ def _saved_layout(args: Namespace) -> str | None:
             return None
         saved = dist_checkpointing.load_common_state_dict(folder).get("args")
     except (CheckpointingException, OSError) as error:
-        logger.warning("cannot read the layout of the checkpoint in %s: %s", folder, error)
+        logger.warning("cannot read the arguments in the checkpoint %s: %s", folder, error)
         return None
-    text = getattr(saved, "pipeline_model_parallel_layout", None)
-    return str(text) if text is not None else None
+    return saved if isinstance(saved, Namespace) else None

@@ -15,8 +15,10 @@ from megatron_dynmo.adapters.topology import Topology
 from megatron_dynmo.errors import ConservationError
 from megatron_dynmo.layout import LayerLayout
 
+# Attribute of Megatron's arguments: the layout that the run was started with, before any move.
+START_LAYOUT = "dynmo_start_layout"
 # The other ways to ask for an uneven split; Megatron refuses them beside a layout.
-_SPLIT_ARGUMENTS = {
+SPLIT_ARGUMENTS = {
     "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None,
     "account_for_embedding_in_pipeline_split": False,
@@ -138,9 +140,11 @@ def install_layout(layout: LayerLayout, config: Any, args: Namespace) -> None:
         args: Megatron's arguments, which travel in checkpoints.
     """
     text = layout.to_megatron()
+    if not hasattr(args, START_LAYOUT):
+        setattr(args, START_LAYOUT, args.pipeline_model_parallel_layout)
     config.pipeline_model_parallel_layout = PipelineParallelLayerLayout(text, layout.num_stages)
     args.pipeline_model_parallel_layout = text
-    for owner, fields in ((config, _SPLIT_CONFIG), (args, _SPLIT_ARGUMENTS)):
+    for owner, fields in ((config, _SPLIT_CONFIG), (args, SPLIT_ARGUMENTS)):
         for name, neutral in fields.items():
             if hasattr(owner, name):
                 setattr(owner, name, neutral)

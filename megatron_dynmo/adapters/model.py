@@ -79,7 +79,7 @@ def _chunk_of(vp_stage: int, outer: torch.nn.Module) -> ModelChunk:
     if not isinstance(block, TransformerBlock):
         raise ConfigError(
             f"model chunk {vp_stage} is a {type(inner).__name__} without a TransformerBlock named "
-            "'decoder': layers of such a model cannot be moved; use --dynmo-mode off"
+            "'decoder': layers of such a model cannot be moved; use --dynmo-mode observe or off"
         )
     return ModelChunk(vp_stage, outer, inner, block, dtype)
 

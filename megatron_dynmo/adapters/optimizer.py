@@ -16,6 +16,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 MAIN = "main_param"  # roster key of the fp32 master copy
+GROUP_STEP = "step of the group"  # where fused optimizers count: in the group, not by parameter
 
 
 @dataclass
@@ -41,6 +42,7 @@ class _Slot:
     """Where a parameter's state lives: an inner torch optimizer and its key there."""
 
     inner: torch.optim.Optimizer
+    group: dict[str, Any]
     main: torch.Tensor
     shard: tuple[int, int] | None
 
@@ -58,7 +60,7 @@ class StateCodec:
         self._slots: dict[torch.Tensor, _Slot] = {}
         self._sharded: set[torch.Tensor] = set()
         self.moment_keys = _moment_keys(optimizer)
-        for member in optimizer.chained_optimizers:
+        for member in getattr(optimizer, "chained_optimizers", (optimizer,)):
             if not getattr(member, "is_stub_optimizer", False):
                 self._slots.update(_slots_of(member))
                 if isinstance(member, DistributedOptimizer):
@@ -88,6 +90,8 @@ class StateCodec:
                 state.tensors[key] = value
             else:
                 state.scalars[key] = value
+        if isinstance(slot.group.get("step"), int | float):
+            state.scalars[GROUP_STEP] = slot.group["step"]
         return state
 
     def install(self, param: torch.nn.Parameter, state: ParamState) -> None:
@@ -101,17 +105,22 @@ class StateCodec:
         assert slot.shard == state.shard, (
             f"shard of {tuple(param.shape)} is {slot.shard}, the state is for {state.shard}"
         )
-        tensors = dict(state.tensors)
+        tensors, scalars = dict(state.tensors), dict(state.scalars)
+        if (step := scalars.pop(GROUP_STEP, None)) is not None:
+            # A group that was empty on this rank has not counted.
+            slot.group["step"] = max(step, slot.group.get("step") or 0)
+        if "step" in tensors and not (slot.group.get("capturable") or slot.group.get("fused")):
+            tensors["step"] = tensors["step"].cpu()  # where torch keeps it, also beside a GPU
         main = tensors.pop(MAIN, None)
         if main is not None:
             with torch.no_grad():
                 slot.main.copy_(main.view_as(slot.main))
-        if tensors or state.scalars:
+        if tensors or scalars:
             # Replaced as a whole: upstream's lazy initialisation must find it complete, with a
             # `step` tensor of its own for every parameter.
             slot.inner.state[slot.main] = {
                 **{key: _shaped(value, slot.main) for key, value in tensors.items()},
-                **state.scalars,
+                **scalars,
             }
 
 
@@ -133,22 +142,19 @@ def _slots_of(member: Any) -> Iterator[tuple[torch.Tensor, _Slot]]:
     if isinstance(member, DistributedOptimizer):
         for param, (group, order) in member.model_param_group_index_map.items():
             shard = member._get_model_param_range_map(param)["param"]
-            main = inner.param_groups[group]["params"][order]
-            yield param, _Slot(inner, main, (shard.start, shard.end))
+            owner = inner.param_groups[group]
+            yield param, _Slot(inner, owner, owner["params"][order], (shard.start, shard.end))
         return
-    if hasattr(member, "float16_groups"):
-        for models, mains in zip(
-            member.float16_groups, member.fp32_from_float16_groups, strict=True
-        ):
-            for param, main in zip(models, mains, strict=True):
-                yield param, _Slot(inner, main, None)
-        for group in member.fp32_from_fp32_groups:
-            for param in group:
-                yield param, _Slot(inner, param, None)
-        return
-    for group in inner.param_groups:
-        for param in group["params"]:
-            yield param, _Slot(inner, param, None)
+    model_of: dict[torch.Tensor, torch.Tensor] = {}
+    for models, mains in zip(
+        getattr(member, "float16_groups", ()),
+        getattr(member, "fp32_from_float16_groups", ()),
+        strict=True,
+    ):
+        model_of.update(zip(mains, models, strict=True))
+    for owner in inner.param_groups:
+        for main in owner["params"]:
+            yield model_of.get(main, main), _Slot(inner, owner, main, None)
 
 
 def rebuild_optimizer(optimizer: Any, model: Sequence[torch.nn.Module], args: Namespace) -> None:

@@ -86,6 +86,7 @@ class MegatronRun:
             All ranks of the pipeline group.
         """
         support.require_movable(self.args)
+        assert len(self.stage.specs) == self.num_layers
         for move in config.forced_moves:
             self.check_layout(self.parse_layout(move.layout))
 
@@ -132,6 +133,8 @@ class MegatronRun:
 
     def static_bytes(self) -> StaticBytes:
         """Bytes of parameters, gradients and optimizer state held by this rank."""
+        if support.refusals(self.args):
+            return StaticBytes({})  # their optimizers keep state in ways of their own
         layers, embedding, output = self.stage.static_bytes()
         return StaticBytes(layers, embedding, output)
 

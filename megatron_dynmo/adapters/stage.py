@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from megatron_dynmo.adapters.layout import install_layout, live_layout
 from megatron_dynmo.adapters.optimizer import ParamState, StateCodec, rebuild_optimizer
 from megatron_dynmo.adapters.topology import Topology
 from megatron_dynmo.checksum import checksum
-from megatron_dynmo.errors import ConservationError
+from megatron_dynmo.errors import ConservationError, MigrationError
 from megatron_dynmo.layout import LayerLayout
 from megatron_dynmo.migrator import unit_name
 from megatron_dynmo.plan import LayerMove, MigrationPlan
@@ -72,9 +73,17 @@ class MegatronStage:
         self._args = args
         self.chunks = models.chunks_of(model)
         self.config = models.model_config(model)
-        self._specs = models.decoder_layer_specs(self.chunks[0])
         self._codec: StateCodec | None = None
         self._pending = _Pending()
+
+    @functools.cached_property
+    def specs(self) -> list[Any]:
+        """Spec of every decoder layer of the model.
+
+        Raises:
+            ConfigError: It cannot be told, so no layer can be built for a move.
+        """
+        return models.decoder_layer_specs(self.chunks[0])
 
     @property
     def layout(self) -> LayerLayout:
@@ -111,16 +120,29 @@ class MegatronStage:
         self._pending = _Pending()
         maybe_finalize_async_save(blocking=True)
         self._codec = None
+        self._require_unchanged_training()
         self._pending.hooks_on = wrapper.settle_parameters(self._model)
         for move in plan.received_by(self._topology.pp_rank):
             layer = models.build_layer(
                 self.chunks[move.dst_vp_stage],
-                self._specs[move.layer_number - 1],
+                self.specs[move.layer_number - 1],
                 move.layer_number,
                 self._topology.pp_rank,
             )
             wrapper.tag_layer(layer)
             self._pending.incoming[move.layer_number] = _Incoming(layer)
+
+    def _require_unchanged_training(self) -> None:
+        """Refuse a move while the wrapper and optimizer know other trainable parameters."""
+        for chunk in self.chunks:
+            wrapped: Any = chunk.ddp
+            known = wrapped.param_to_bucket_group
+            for name, param in chunk.core.named_parameters():
+                if param.requires_grad != (param in known):
+                    raise MigrationError(
+                        f"{name} was {'thawed' if param.requires_grad else 'frozen'} after the "
+                        "optimizer was built, which a move would make final"
+                    )
 
     def parcel(self, layer_number: int) -> Parcel:
         """See `Stage.parcel`."""
@@ -128,7 +150,12 @@ class MegatronStage:
         parcel = Parcel(unit_name(layer_number), _weights(layer))
         for name, value in _extra_states(layer):
             parcel.tensors[f"extra/{name}"] = value
-        parcel.values = {"requires_grad": {}, "shards": {}, "scalars": {}}
+        parcel.values = {
+            "requires_grad": {},
+            "shards": {},
+            "scalars": {},
+            "modules": _modules(layer),
+        }
         for name, param in layer.named_parameters():
             parcel.values["requires_grad"][name] = param.requires_grad
             state = self.codec().capture(param)
@@ -149,6 +176,12 @@ class MegatronStage:
         if move.is_local:
             for name, target in _weights(incoming.layer).items():
                 target.copy_(parcel.tensors[name])
+        found, wanted = _modules(incoming.layer), parcel.values["modules"]
+        if found != wanted:
+            raise MigrationError(
+                f"{parcel.label} was built from another spec here: "
+                f"{sorted(set(found) ^ set(wanted))[:4]}"
+            )
         incoming.parcel = parcel
         for name, param in incoming.layer.named_parameters():
             param.requires_grad_(parcel.values["requires_grad"][name])
@@ -200,7 +233,12 @@ class MegatronStage:
         found = {}
         for number in self.layers():
             parcel = self.parcel(number)
-            found[unit_name(number)] = checksum(t for _, t in sorted(parcel.tensors.items()))
+            # Extra state is left out: modules may write it anew from what they loaded.
+            found[unit_name(number)] = checksum(
+                tensor
+                for name, tensor in sorted(parcel.tensors.items())
+                if not name.startswith("extra/")
+            )
         found["embedding and output"] = checksum(
             tensor for _, tensor in sorted(self._rest_tensors().items())
         )
@@ -284,6 +322,11 @@ class MegatronStage:
             )
             self.codec().install(param, state)
         _set_extra_states(incoming.layer, parcel)
+
+
+def _modules(layer: torch.nn.Module) -> list[str]:
+    """What a layer is made of, to be compared on both sides of a move."""
+    return [f"{name}: {type(module).__qualname__}" for name, module in layer.named_modules()]
 
 
 def _gradient_bytes(params: Iterable[torch.nn.Parameter]) -> int:

@@ -90,6 +90,37 @@ UNSUPPORTED = (
         "Megatron then reuses the first save plan, which names layers that have moved since",
     ),
     Unsupported(
+        "--dist-ckpt-optim-fully-reshardable",
+        lambda args: args.use_distributed_optimizer and args.dist_ckpt_optim_fully_reshardable,
+        "Megatron saves optimizer state shifted behind the first padded bucket, and here every "
+        "layer is a bucket; the default format is right",
+    ),
+    Unsupported(
+        "--delay-wgrad-compute",
+        _set("delay_wgrad_compute"),
+        "its hooks stay on modules when the wrapper is rebuilt, and gradients would count twice",
+    ),
+    Unsupported(
+        "--overlap-moe-expert-parallel-comm",
+        _set("overlap_moe_expert_parallel_comm"),
+        "its schedule runs parts of layers, so that no layer can be timed",
+    ),
+    Unsupported(
+        "--moe-routing-trace-path",
+        _set("moe_routing_trace_path"),
+        "its hooks are bound to the routers of the start",
+    ),
+    Unsupported(
+        "--nccl-ub",
+        _set("nccl_ub"),
+        "registered buffers would be registered again with every move",
+    ),
+    Unsupported(
+        "--gtp-weight-remat-size",
+        _set("gtp_weight_remat_size", 1),
+        "chains of sharded weights are made once, for the layers of the start",
+    ),
+    Unsupported(
         "--use-precision-aware-optimizer",
         _set("use_precision_aware_optimizer"),
         "master weights live inside the fused optimizer in a scaled form",

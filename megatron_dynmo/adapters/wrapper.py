@@ -7,7 +7,7 @@ schedules and the optimizer hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -52,6 +52,21 @@ def bucket_per_layer(original: Callable[..., PerBufferParamLayout]) -> Callable[
     return planner
 
 
+def reduce_per_bucket(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's grouping of buckets so that each bucket is reduced by itself.
+
+    Chunks after the first are otherwise reduced in one coalesced operation, in which a layer's
+    place, and so the order of additions, depends on its neighbours again.
+    """
+
+    def partition_buckets(
+        buffers: Any, force_single_bucket_group: bool = False, **kwargs: Any
+    ) -> Any:
+        return original(buffers, force_single_bucket_group=False, **kwargs)
+
+    return partition_buckets
+
+
 def _concatenate(layouts: Sequence[PerBufferParamLayout]) -> PerBufferParamLayout:
     """Put bucket layouts behind one another in one buffer."""
     index_map: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
@@ -91,6 +106,10 @@ def settle_parameters(model: Sequence[DistributedDataParallel]) -> list[bool]:
         on = bool(ddp.remove_forward_pre_hook_handles)
         if on:
             ddp.disable_forward_pre_hook(param_sync=True)
+        elif ddp.use_forward_hook:
+            # After the very first step Megatron has not put the hooks on yet.
+            with torch.no_grad():
+                ddp.start_param_sync(force_sync=True)
         were_on.append(on)
     return were_on
 
@@ -123,7 +142,10 @@ def rebuild(
     config, ddp_config, module = ddp.config, ddp.ddp_config, ddp.module
     groups = getattr(module, "pg_collection", None)
     was_training = ddp.training
-    # Gradient views pin the old buffers; without this the peak holds old and new together.
+    # Old gradients are pinned by views and by the old optimizer until that is rebuilt too; without
+    # this the peak would hold old and new together.
+    for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
+        buffer.grad_data.untyped_storage().resize_(0)
     ddp.buffers, ddp.expert_parallel_buffers = [], []
     ddp.bucket_groups, ddp.expert_parallel_bucket_groups = [], []
     ddp.param_to_bucket_group, ddp.grad_accs, ddp.params_with_grad = {}, [], []
@@ -161,12 +183,3 @@ def _full_layout(ddp: DistributedDataParallel, ddp_config: Any, module: torch.nn
 def disables_bucketing(model: Sequence[Any], chunk_index: int, args: Any) -> bool:
     """Whether Megatron turns bucketing off for a chunk of its `model` list."""
     return chunk_index > 0 or bool(getattr(args, "overlap_param_gather_with_optimizer_step", False))
-
-
-def buffer_bytes(model: Sequence[DistributedDataParallel]) -> Iterator[int]:
-    """Bytes of every gradient and parameter buffer that the wrappers hold."""
-    for ddp in model:
-        for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
-            for data in (buffer.grad_data, buffer.param_data):
-                if data is not None:
-                    yield data.numel() * data.element_size()

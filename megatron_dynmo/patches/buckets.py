@@ -27,6 +27,12 @@ def _per_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     return bucket_per_layer(original)
 
 
+def _per_bucket(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron_dynmo.adapters.wrapper import reduce_per_bucket
+
+    return reduce_per_bucket(original)
+
+
 def specs() -> tuple[PatchSpec, ...]:
     """Return the patches that make buckets follow layers."""
     return (
@@ -78,5 +84,24 @@ def specs() -> tuple[PatchSpec, ...]:
             "three and more data-parallel ranks; it must not change with a move",
             seam_tried="full_param_layout of DDP: the model builder passes none here",
             remove_when="Megatron can plan one bucket per layer",
+        ),
+        PatchSpec(
+            name="reduce-per-bucket",
+            target="megatron.core.distributed.param_and_grad_buffer:partition_buckets",
+            kind=Kind.WRAP,
+            factory=_per_bucket,
+            params=(
+                "buffers",
+                "force_single_bucket_group",
+                "reduce_scatter_with_fp32_accumulation",
+            ),
+            bindings=(
+                "megatron.core.distributed.distributed_data_parallel:partition_buckets",
+                "megatron.core.optimizer.distrib_optimizer:partition_buckets",
+            ),
+            reason="chunks after the first reduce all buckets in one operation, in which the order "
+            "of additions depends on a layer's neighbours",
+            seam_tried="disable_bucketing of DDP: the model builder sets it",
+            remove_when="Megatron can reduce bucket by bucket in every chunk",
         ),
     )

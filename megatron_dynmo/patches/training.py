@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from megatron_dynmo import patching
 from megatron_dynmo.config import DynMoConfig
+from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.patching.spec import Kind, PatchSpec
+
+logger = logging.getLogger(__name__)
 
 
 def controller() -> Any:
@@ -45,7 +50,14 @@ def _joined(original: Callable[..., Any]) -> Callable[..., Any]:
         if (active := controller()) is not None and optimizer is not None:
             from megatron_dynmo.adapters.run import MegatronRun
 
-            active.join(MegatronRun(model, optimizer))
+            try:
+                run = MegatronRun(model, optimizer)
+            except ConfigError as error:
+                if active.must_move:
+                    raise
+                logger.warning("%s; nothing is measured", error)
+            else:
+                active.join(run)
         return model, optimizer, scheduler
 
     return setup_model_and_optimizer
@@ -53,14 +65,24 @@ def _joined(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _between_iterations(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `train_step`: measure around it, act after it."""
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         if (active := controller()) is None:
             return original(*args, **kwargs)
-        iteration = kwargs["iteration"] if "iteration" in kwargs else args[7]
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        schedule = call.arguments["forward_backward_func"]
+        iteration = call.arguments["iteration"] or 0
+
+        def timed_schedule(*args: Any, **kwargs: Any) -> Any:
+            active.begin_schedule()
+            return schedule(*args, **kwargs)
+
+        call.arguments["forward_backward_func"] = timed_schedule
         active.begin_iteration(iteration + 1)
-        outcome = original(*args, **kwargs)
+        outcome = original(*call.args, **call.kwargs)
         losses, _, _, should_exit, _, grad_norm, *_ = outcome
         if not should_exit:
             active.end_iteration(iteration + 1, losses, grad_norm)

@@ -81,7 +81,11 @@ class EventLog:
         assert "event" in event, event
         head = {"iteration": iteration, "event": event["event"], "time_s": self._now_s()}
         line = head | self._always | dict(event)
-        self._file.write(orjson.dumps(line, option=_OPTIONS) + b"\n")
+        try:
+            self._file.write(orjson.dumps(line, option=_OPTIONS) + b"\n")
+        except OSError as error:  # a full disk must not end the training it reports on
+            logger.warning("events are no longer written: %s", error)
+            self.close()
 
     def close(self) -> None:
         """Close the file; later events are not written."""
