@@ -91,7 +91,10 @@ UNSUPPORTED = (
     ),
     Unsupported(
         "--dist-ckpt-optim-fully-reshardable",
-        lambda args: args.use_distributed_optimizer and args.dist_ckpt_optim_fully_reshardable,
+        lambda args: (
+            getattr(args, "use_distributed_optimizer", False)
+            and getattr(args, "dist_ckpt_optim_fully_reshardable", False)
+        ),
         "Megatron saves optimizer state shifted behind the first padded bucket, and here every "
         "layer is a bucket; the default format is right",
     ),
@@ -111,12 +114,12 @@ UNSUPPORTED = (
         "its hooks are bound to the routers of the start",
     ),
     Unsupported(
-        "--nccl-ub",
+        "--use-nccl-ub",
         _set("nccl_ub"),
         "registered buffers would be registered again with every move",
     ),
     Unsupported(
-        "--gtp-weight-remat-size",
+        "--tensor-parallel-num-weight-shards",
         _set("gtp_weight_remat_size", 1),
         "chains of sharded weights are made once, for the layers of the start",
     ),

@@ -60,9 +60,9 @@ def reduce_per_bucket(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def partition_buckets(
-        buffers: Any, force_single_bucket_group: bool = False, **kwargs: Any
+        buffers: Any, force_single_bucket_group: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        return original(buffers, force_single_bucket_group=False, **kwargs)
+        return original(buffers, False, *args, **kwargs)
 
     return partition_buckets
 

@@ -65,8 +65,8 @@ def test_a_walk_through_layouts_conserves_every_number():
 
 # Faults that strike before anything has changed, and those that strike afterwards.
 EARLY = ("prepare", "parcel", "slots", "accept", "wrong shape")
-LATE = ("commit", "rebuild", "check_ownership", "damage", "lose a layer", "touch the rest")
-assert set(STEPS) <= {*EARLY, *LATE}
+LATE = ("commit", "check_ownership", "damage", "lose a layer", "touch the rest")
+assert set(STEPS) <= {*EARLY, *LATE, "rebuild"}
 
 
 def _faults(rank: int, world_size: int, faults: list[str]) -> dict[tuple[str, int], dict]:
@@ -138,7 +138,7 @@ def test_a_fault_after_that_stops_every_rank_with_what_each_holds():
             assert row["outcome"] == MigrationError.__name__, (cell, row)
             assert row["rolled_back"] == 0
         text = rows[0]["text"]
-        phase = fault if fault in ("commit", "rebuild") else "verify"
+        phase = fault if fault == "commit" else "verify"
         assert f"failed in {phase}: rank {struck}: MigrationError: holding layers [" in text, text
         assert f"Every other rank holds its layers of {layout(BUSY)}" in text
         assert "restart from the last checkpoint" in text
@@ -182,6 +182,26 @@ def test_ranks_that_disagree_and_a_way_back_that_fails():
 
 class _Answer(Exception):
     """What a rank has to say although the run as a whole fails."""
+
+
+def _rebuild_fails(rank: int, world_size: int) -> None:
+    """In a collective of Megatron's nothing can be agreed: the rank that fails ends by itself."""
+    stage = MemoryStage(rank, layout(OLD), "rebuild" if rank == 0 else None)
+    with pytest.raises(MigrationError) as caught:
+        make(rank, stage).migrate(build_plan(layout(OLD), layout(BUSY)))
+    assert not isinstance(caught.value, MoveRefused)
+    raise _Answer(str(caught.value))
+
+
+def test_a_rank_that_fails_in_rebuild_ends_and_the_others_with_it():
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(_rebuild_fails, RANKS, timeout_s=60)
+    assert failed.value.rank == 0
+    answer = failed.value.errors[0]
+    assert "_Answer: holding layers [1], MemoryError: injected into rebuild" in answer
+    for rank in (1, 2):
+        answer = failed.value.errors[rank]
+        assert "_Answer: " in answer and "a rank was lost in rebuild" in answer, answer
 
 
 class _Failing(MemoryStage):

@@ -16,13 +16,21 @@ QUIET = {
     "cpu_offloading_num_layers": 0,
     "hybrid_layer_pattern": None,
     "logits_load_dir": None,
+    "gtp_weight_remat_size": 1,
 }
-VALUES = {
-    "cuda_graph_impl": "local",
-    "optimizer": "muon",
-    "cpu_offloading_num_layers": 2,
-    "hybrid_layer_pattern": "M-M*",
-    "logits_load_dir": "folder",
+# What turns a feature on, where it is not an argument of the flag's name that is True.
+ON = {
+    "--cuda-graph-impl": {"cuda_graph_impl": "local"},
+    "--optimizer": {"optimizer": "muon"},
+    "--cpu-offloading-num-layers": {"cpu_offloading_num_layers": 2},
+    "--hybrid-layer-pattern": {"hybrid_layer_pattern": "M-M*"},
+    "--logits-load-dir": {"logits_load_dir": "folder"},
+    "--use-nccl-ub": {"nccl_ub": True},
+    "--tensor-parallel-num-weight-shards": {"gtp_weight_remat_size": 2},
+    "--dist-ckpt-optim-fully-reshardable": {
+        "dist_ckpt_optim_fully_reshardable": True,
+        "use_distributed_optimizer": True,
+    },
 }
 DESTS = [feature.flag.removeprefix("--").replace("-", "_") for feature in UNSUPPORTED]
 
@@ -40,7 +48,7 @@ def test_nothing_is_refused_of_a_plain_run():
 @pytest.mark.parametrize("feature", UNSUPPORTED, ids=lambda feature: feature.flag)
 def test_each_feature_is_named_with_reason_and_remedy(feature):
     dest = feature.flag.removeprefix("--").replace("-", "_")
-    args = features(**{dest: VALUES.get(dest, True)})
+    args = features(**ON.get(feature.flag, {dest: True}))
     with pytest.raises(ConfigError) as error:
         require_movable(args)
     text = str(error.value)
