@@ -13,7 +13,7 @@ __all__ = ["FailedMoves", "MoveCost", "PlanLives"]
 
 _KEPT = 8
 _GUESS_BYTES_PER_S = 1e9
-_GUESS_ITERATIONS = 1.0  # a move, and one iteration whose gradients do not overlap yet
+_GUESS_ITERATIONS = 2.0
 _GUESS_ITERATIONS_UNKNOWN_SIZE = 5.0
 _LONGEST_BACK_OFF_DOUBLINGS = 10
 
@@ -49,7 +49,7 @@ class MoveCost:
         if num_bytes:
             guess = _GUESS_ITERATIONS * iteration_ms + 1e3 * num_bytes / _GUESS_BYTES_PER_S
             return guess, (
-                f"guess: an iteration + {num_bytes / 1e9:.2g} GB at "
+                f"guess: {_GUESS_ITERATIONS:.0f} iterations + {num_bytes / 1e9:.2g} GB at "
                 f"{_GUESS_BYTES_PER_S / 1e9:.0f} GB/s"
             )
         guess = _GUESS_ITERATIONS_UNKNOWN_SIZE * iteration_ms

@@ -34,7 +34,7 @@ def test_uneven_start_is_repaired_after_the_first_window_and_then_left_alone(sd)
     assert decision.old == UNEVEN and decision.new == EVEN
     assert decision.predicted_iteration_ms == pytest.approx(world.mean_ms(EVEN), rel=0.05)
     assert "of 97 iterations left" in decision.reason
-    assert "guess: an iteration + 1.2 GB at 1 GB/s" in decision.reason
+    assert "guess: 2 iterations + 1.2 GB at 1 GB/s" in decision.reason
     assert world.decisions[1][1].reason == f"{EVEN} is the best layout"
 
 

@@ -207,7 +207,7 @@ def test_move_that_nobody_asked_the_trigger_for_is_taken_as_it_is():
 
 def test_cost_of_moving_is_learned():
     cost = MoveCost()
-    assert cost.estimate(2 * 10**9, 100.0)[0] == pytest.approx(2100.0)
+    assert cost.estimate(2 * 10**9, 100.0)[0] == pytest.approx(2200.0)
     assert cost.estimate(0, 100.0)[0] == pytest.approx(500.0)
     cost.learn(10**9, 300.0)
     assert cost.estimate(10**9, 100.0) == (300.0, "learned from 1 move")
