@@ -20,10 +20,8 @@ LATE_OPTIMIZER = ModelCosts(
 
 
 def decider(layout, device_memory_bytes=None, **settings):
-    run = SimpleNamespace(
-        device_memory_bytes=device_memory_bytes, first_iteration=0, train_iters=100_000
-    )
-    return Decider(DynMoConfig(**settings), run, layout)
+    run = SimpleNamespace(first_iteration=0, train_iters=100_000)
+    return Decider(DynMoConfig(**settings), run, layout, device_memory_bytes)
 
 
 def decision(costs, layout, **settings):
