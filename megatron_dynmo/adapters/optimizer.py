@@ -15,6 +15,14 @@ import torch
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+_PARAMETER_GROUPS = (
+    "model_float16_groups",
+    "model_fp32_groups",
+    "shard_float16_groups",
+    "shard_fp32_groups",
+    "shard_fp32_from_float16_groups",
+    "opt_group_ranges",
+)
 MAIN = "main_param"  # roster key of the fp32 master copy
 GROUP_STEP = "step of the group"  # where fused optimizers count: in the group, not by parameter
 
@@ -155,6 +163,24 @@ def _slots_of(member: Any) -> Iterator[tuple[torch.Tensor, _Slot]]:
     for owner in inner.param_groups:
         for main in owner["params"]:
             yield model_of.get(main, main), _Slot(inner, owner, main, None)
+
+
+def release_parameters(optimizer: Any) -> None:
+    """Let go of every parameter, state and shard; call when all that is wanted was captured.
+
+    The distributed optimizer's fp32 shards are views inside the autograd graph. They keep the
+    gradient accumulators of their parameters alive, with the hooks of the wrapper as it was, and
+    a rebuilt wrapper would hook the same accumulators once more.
+    """
+    for member in optimizer.chained_optimizers:
+        if member.optimizer is None:
+            continue
+        for name in _PARAMETER_GROUPS:
+            if hasattr(member, name):
+                setattr(member, name, [])
+        for group in member.optimizer.param_groups:
+            group["params"] = []
+        member.optimizer.state.clear()
 
 
 def rebuild_optimizer(optimizer: Any, model: Sequence[torch.nn.Module], args: Namespace) -> None:

@@ -16,7 +16,12 @@ from megatron.training.async_utils import maybe_finalize_async_save
 from megatron_dynmo.adapters import model as models
 from megatron_dynmo.adapters import wrapper
 from megatron_dynmo.adapters.layout import install_layout, live_layout
-from megatron_dynmo.adapters.optimizer import ParamState, StateCodec, rebuild_optimizer
+from megatron_dynmo.adapters.optimizer import (
+    ParamState,
+    StateCodec,
+    rebuild_optimizer,
+    release_parameters,
+)
 from megatron_dynmo.adapters.topology import Topology
 from megatron_dynmo.checksum import checksum
 from megatron_dynmo.errors import ConservationError, MigrationError
@@ -202,6 +207,8 @@ class MegatronStage:
         for move in plan.received_by(pp_rank):
             arriving[move.dst_vp_stage].append(self._pending.incoming[move.layer_number].layer)
         install_layout(plan.new, self.config, self._args)
+        self._codec = None
+        release_parameters(self._optimizer)
         hooks_on = self._pending.hooks_on
         for index, chunk in enumerate(self.chunks):
             kept = [layer for layer in chunk.layers if layer.layer_number not in leaving]

@@ -51,6 +51,12 @@ DIAGONAL = [
 PP2 = ("--pipeline-model-parallel-size", "2")
 FURTHER = [
     Cell(
+        "fp32 distopt overlap, PP 2 x DP 2",
+        4,
+        (*PP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+        TWO_STAGES,
+    ),
+    Cell(
         "fp32, PP 2 x 2 virtual stages",
         2,
         (*PP2, "--num-layers-per-virtual-pipeline-stage", "1"),
