@@ -63,7 +63,7 @@ class Run:
 def main() -> int:
     """Run the demonstration."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=2, help="interleaved repetitions")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "demo")
     args = parser.parse_args()
