@@ -1,8 +1,8 @@
 """ProfileReport: what all ranks measured in one iteration, merged exactly and in any order.
 
 Every rank writes its sample into one vector, -1 where it owns nothing; MIN over the ranks that
-share each layer's work (tensor and expert parallel) and MAX over the world then merge them without
-any rounding, so every rank reads the same report. Tier: torch, not Megatron.
+share each layer's work (tensor parallel) and MAX over the world then merge them without any
+rounding, so every rank reads the same report. Tier: torch, not Megatron.
 """
 
 from __future__ import annotations

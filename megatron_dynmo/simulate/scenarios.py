@@ -9,6 +9,7 @@ own, use what it recorded.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,12 +35,13 @@ type Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Scenario:
+class Scenario(ABC):
     """One dynamic. `seq_length` is what its models usually train at."""
 
     name: ClassVar[str]
     seq_length: ClassVar[int] = 2048
 
+    @abstractmethod
     def trace(self, model: TransformerModel, num_iterations: int, seed: int = 0) -> CostTrace:
         """Costs of every layer over a run.
 
@@ -48,7 +50,6 @@ class Scenario:
             num_iterations: iterations of the run.
             seed: of everything random in the scenario.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
