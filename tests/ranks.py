@@ -25,6 +25,9 @@ PRELOAD = (
     "megatron.training.training",
     "megatron.training.argument_utils",
     "megatron.core.datasets.gpt_dataset",
+    # Half of a small run would go into these: they bring transformers along.
+    "megatron.core.tokenizers.text",
+    "transformers.models.auto.tokenization_auto",
     "torch._dynamo.eval_frame",
 )
 # How long the peers of a failed rank may take to notice before they are ended.

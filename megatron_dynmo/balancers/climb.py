@@ -1,4 +1,4 @@
-"""Improving a split by its iteration time: single boundaries, one layer at a time. Tier: pure."""
+"""Improving a split by its iteration time: runs of boundaries, one layer at a time. Tier: pure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ type Splits = NDArray[np.intp]
 """[splits, chunks + 1], boundaries of one split in each row."""
 
 NOTICEABLE = 1e-9  # relative: below this, differences are rounding
+_MAX_NEIGHBOURS = 4096  # of one step; with many stages only short runs of boundaries are tried
 
 
 class Budget:
@@ -82,13 +83,21 @@ def climb(
 
 
 def _neighbours(boundaries: Boundaries, min_layers: int) -> Splits:
-    """Splits that differ by one layer handed over one boundary."""
-    inner = np.repeat(np.arange(1, len(boundaries) - 1), 2)
-    splits = np.tile(np.array(boundaries, dtype=np.intp), (len(inner), 1))
-    steps = np.tile([-1, 1], len(inner) // 2)
-    rows = np.arange(len(inner))
-    moved = splits[rows, inner] + steps
-    splits[rows, inner] = moved
-    left, right = moved - splits[rows, inner - 1], splits[rows, inner + 1] - moved
-    near: Splits = splits[np.minimum(left, right) >= min_layers]
+    """Splits in which one boundary, or a run of adjacent ones, moves by one layer.
+
+    A run hands a layer from its one end to its other through all stages between, which no sequence
+    of single moves reaches when each of them alone makes things worse.
+    """
+    bounds = np.array(boundaries, dtype=np.intp)
+    inner = len(bounds) - 2
+    longest = max(1, min(inner, _MAX_NEIGHBOURS // (2 * max(inner, 1))))
+    # Short runs come first, so that of equals the one that moves fewest layers is taken.
+    length, first = np.meshgrid(np.arange(1, longest + 1), np.arange(1, inner + 1), indexing="ij")
+    is_inside = first + length <= inner + 1
+    begin, end = np.repeat(first[is_inside], 2), np.repeat((first + length)[is_inside], 2)
+    steps = np.tile([-1, 1], len(begin) // 2)
+    columns = np.arange(len(bounds))
+    is_moved = (columns >= begin[:, None]) & (columns < end[:, None])
+    splits = bounds + is_moved * steps[:, None]
+    near: Splits = splits[(np.diff(splits, axis=1) >= min_layers).all(axis=1)]
     return near

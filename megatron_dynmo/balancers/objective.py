@@ -27,6 +27,7 @@ from megatron_dynmo.layout import LayerLayout
 __all__ = ["LayoutChoice", "choose_layout", "largest_stage_ms", "min_max_layout"]
 
 _MAX_WORK = 2e9  # about a second
+_WORTHWHILE = 1e-3  # of the iteration; for less the current layout stays
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class LayoutChoice:
         reason: one line that compares both.
         iteration_ms: predicted iteration time of the choice; None where the budget did not
             suffice for predicting.
-        min_max_iteration_ms: that of `min_max`, never less than iteration_ms.
+        min_max_iteration_ms: that of `min_max`; less than iteration_ms by a thousandth at most.
     """
 
     layout: LayerLayout
@@ -129,10 +130,11 @@ def choose_layout(
 ) -> LayoutChoice:
     """The layout with the least predicted iteration time among good ones.
 
-    Climbs from the min-max layout, and from the current one, by single boundary moves for as long
-    as the prediction falls. Among equals the current layout wins, then the min-max one. Layouts
-    that hold more than stage_memory_limit, activations in flight included, are left out; only the
-    min-max layout of virtual stages can hold more, as `min_max_layout` says.
+    Climbs from the min-max layout, and from the current one, by moving runs of boundaries for as
+    long as the prediction falls. The current layout stays unless a thousandth is gained, for
+    predictions are no better than that; among equals the min-max layout wins. Layouts that hold
+    more than stage_memory_limit, activations in flight included, are left out; only the min-max
+    layout of virtual stages can hold more, as `min_max_layout` says.
 
     Args:
         costs: as `min_max_layout`, like the next six.
@@ -184,6 +186,8 @@ def choose_layout(
     best, best_ms = ends[0]
     if ends[-1][1] < best_ms * (1 - NOTICEABLE):
         best, best_ms = ends[-1]
+    if starts[0] == current and best_ms >= times[0] * (1 - _WORTHWHILE):
+        best, best_ms = starts[0], times[0]
     reason = _explain(costs, best, min_max, best_ms, times[-1], stage_speeds)
     return LayoutChoice(best, min_max, reason, best_ms, times[-1])
 
@@ -231,7 +235,7 @@ def _explain(
     slowest_min_max = largest_stage_ms(costs, min_max, stage_speeds)
     if best_ms >= min_max_ms * (1 - NOTICEABLE):
         return (
-            f"{best}: predicted {best_ms:.3f} ms, no more than {min_max} with the fastest slowest "
+            f"{best}: predicted {best_ms:.3f} ms, as good as {min_max} with the fastest slowest "
             f"stage ({slowest_min_max:.3f} against {slowest:.3f} ms a micro-batch)"
         )
     return (

@@ -5,10 +5,11 @@ forward and the backward alike. Two observations, and only these, are put down t
 
 1. A layer that moved changed its time, by the same factor forward and backward, while no layer
    that stayed changed like that. This settles every doubt, in both directions.
-2. At one time all layers of a rank (two or more) became slower by one factor, forward and
-   backward, and most ranks did not. The reverse counts only for a rank already thought slow: a
-   stage that gets faster by itself is a stage of pruned, frozen or left-out layers. A rank that a
-   move has cleared of such a suspicion is not suspected on this ground again.
+2. At one time all layers of a single rank (two or more) became slower by one factor, forward and
+   backward. Where several did, it is far likelier the layers': dynamics change runs of layers,
+   which do not end where stages do, while ranks fail one by one. The reverse counts only for a rank
+   already thought slow: a stage that gets faster by itself is a stage of pruned, frozen or left-out
+   layers. A rank that a move has cleared of such a suspicion is not suspected on this ground again.
 
 Ranks that differ from the very start are not told from layers that differ: early exit at a stage's
 edge looks just like a slow rank before it. Costs then follow the layers, and the first move brings
@@ -104,7 +105,7 @@ class RankSpeeds:
         """
         if self._reference is None:
             self._refer_to(times, layout)
-        ratios = self._changes(times, layout)
+        ratios = self._changes(times, layout)[:, :-2]
         least = 1.0 + _LEAST_CHANGE
         is_seen = bool(((ratios > least) | (ratios < 1 / least)).any())
         self._age += 1
@@ -117,10 +118,9 @@ class RankSpeeds:
         self._reference, self._age = times * self.base_factors(layout), 0
 
     def _changes(self, times: Array, layout: LayerLayout) -> Array:
-        """[2, num_layers], times over those of the reference and what its rank makes of them."""
+        """[2, num_layers + 2], times over the reference's, and over what its rank makes of them."""
         assert self._reference is not None
-        base = times * self.base_factors(layout)
-        return _ratios(base[:, :-2], self._reference[:, :-2])
+        return _ratios(times * self.base_factors(layout), self._reference)
 
     def see_window(self, times: Array, layout: LayerLayout, tolerance: float) -> bool:
         """Look for ranks whose layers all changed at once; return whether one was found.
@@ -130,7 +130,8 @@ class RankSpeeds:
             layout: under which they were measured.
             tolerance: relative change that noise may cause.
         """
-        ratios = self._changes(times, layout)
+        changes = self._changes(times, layout)
+        ratios = changes[:, :-2]
         least = 1.0 + max(tolerance, _LEAST_CHANGE)
         rank_of_layer = owners(layout)
         per_rank = [ratios[:, rank_of_layer == rank] for rank in range(layout.num_stages)]
@@ -140,8 +141,9 @@ class RankSpeeds:
         slower = [rank for rank in range(layout.num_stages) if excess[rank] > least]
         found = False
         for rank in range(layout.num_stages):
-            got_slow = rank in slower and len(slower) <= layout.num_stages // 2
+            got_slow = slower == [rank]
             got_slow = got_slow and rank not in self._cleared
+            got_slow = got_slow and _edge_followed(changes, rank, medians)
             recovers = self.slowness[rank] > 1 and excess[rank] < 1 / least
             if of_a_rank[rank] and (got_slow or recovers):
                 self.slowness[rank] = _settle(self.slowness[rank] * excess[rank])
@@ -277,6 +279,15 @@ def _is_uniform(ratios: Array, tolerance: float) -> bool:
         ratios.shape[1] >= 2
         and _agrees(ratios, _median(ratios), tolerance)
         and max(forward, backward) <= min(forward, backward) * (1 + tolerance)
+    )
+
+
+def _edge_followed(changes: Array, rank: int, medians: Array) -> bool:
+    """Whether the embedding or the output layer of this rank, if it has any, became slower too."""
+    edges = [col for col, owner in ((-2, 0), (-1, len(medians) - 1)) if owner == rank]
+    half_way = 1.0 + (medians[rank] - 1.0) / 2
+    return all(
+        np.isnan(changes[:, col]).all() or _median(changes[:, col]) >= half_way for col in edges
     )
 
 

@@ -1,12 +1,13 @@
 """Layouts are chosen by predicted iteration time, and the reason is said."""
 
 import random
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
 
 from megatron_dynmo.balancers import choose_layout, min_max_layout, partition
+from megatron_dynmo.balancers.climb import Budget, climb
 from megatron_dynmo.balancers.objective import largest_stage_ms
 from megatron_dynmo.balancers.prediction import SplitPredictions
 from megatron_dynmo.cost import ExtraCost, LayerCost, ModelCosts, predict_layout_ms, stage_costs
@@ -133,14 +134,16 @@ def one_by_one(costs, current, min_max, speeds, limit, min_layers):
         return predict_layout_ms(costs, layout, stage_speeds=speeds)
 
     def around(layout):
-        for boundary in range(1, layout.num_chunks):
-            for step in (-1, 1):
-                bounds = layout.boundaries
+        inner = layout.num_chunks - 1
+        runs = [(n, first) for n in range(1, inner + 1) for first in range(1, inner + 2 - n)]
+        for (length, first), step in product(runs, (-1, 1)):
+            bounds = layout.boundaries
+            for boundary in range(first, first + length):
                 bounds[boundary] += step
-                if min(b - a for a, b in pairwise(bounds)) >= min_layers:
-                    other = layout.with_boundaries(bounds)
-                    if limit is None or peak_bytes(costs, other) <= limit:
-                        yield other
+            if min(b - a for a, b in pairwise(bounds)) >= min_layers:
+                other = layout.with_boundaries(bounds)
+                if limit is None or peak_bytes(costs, other) <= limit:
+                    yield other
 
     starts = [min_max]
     if limit is None or peak_bytes(costs, current) <= limit:
@@ -152,7 +155,9 @@ def one_by_one(costs, current, min_max, speeds, limit, min_layers):
                 break
             at = other
         ends.append(at)
-    return min(ends, key=lambda layout: round(predict(layout), 6))
+    best = min(ends, key=lambda layout: round(predict(layout), 6))
+    gains = predict(best) < predict(current) * (1 - 1e-3)
+    return best if gains or starts[0] != current else current
 
 
 @pytest.mark.parametrize("virtual_stages", [1, 2])
@@ -191,6 +196,15 @@ def test_timing_all_neighbours_at_once_chooses_what_timing_one_by_one_does(virtu
         assert choice.iteration_ms == pytest.approx(predicted, rel=1e-12)
         changed += choice.layout not in (choice.min_max, current)
     assert changed > 10
+
+
+def test_a_layer_is_handed_through_stages_that_none_may_keep():
+    # One too many on the first stage, one too few on the last; a stage between that keeps it is
+    # as slow as the first one was.
+    costs = model([(1, 1)] * 16, num_microbatches=16)
+    splits = SplitPredictions(costs, 4, 1, None, "1f1b")
+    end, _ = climb((0, 5, 9, 13, 16), splits.iteration_ms, Budget(1000))
+    assert end == (0, 4, 8, 12, 16)
 
 
 def test_without_time_to_compare_the_min_max_layout_is_the_answer():
