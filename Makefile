@@ -40,11 +40,11 @@ types: setup ## Static types
 
 test: lint types test-unit test-upstream test-distributed test-e2e ## All that CI runs
 
-test-unit: setup ## Pure logic, seconds
-	$(BIN)/pytest tests/unit
+test-unit: setup ## Pure logic, on all cores
+	$(BIN)/pytest -n auto --dist worksteal tests/unit
 
 test-upstream: setup ## Patch contracts against the installed Megatron
-	$(BIN)/pytest tests/upstream
+	$(BIN)/pytest -n auto --dist worksteal tests/upstream
 
 test-distributed: setup ## Spawned ranks over gloo
 	$(BIN)/pytest tests/distributed -m "not matrix"

@@ -29,6 +29,7 @@ PRELOAD = (
     "megatron.core.tokenizers.text",
     "transformers.models.auto.tokenization_auto",
     "torch._dynamo.eval_frame",
+    "tests.frozen",
 )
 # How long the peers of a failed rank may take to notice before they are ended.
 _GRACE_S = 5.0

@@ -60,8 +60,9 @@ def restore_layout(args: Namespace) -> None:
 def require_same_buckets(args: Namespace, balances: bool) -> None:
     """Refuse a checkpoint whose distributed-optimizer state was cut otherwise than it will be.
 
-    Balance mode gives every layer a bucket of its own, stock Megatron does not, and the state is
-    stored bucket by bucket.
+    Balance mode gives every layer a bucket of its own, stock Megatron does not. Megatron's default
+    format stores the state bucket by bucket; the fully reshardable one stores it by parameter and
+    suits every mode, layout and number of stages.
 
     Args:
         args: parsed, not validated.
@@ -76,17 +77,16 @@ def require_same_buckets(args: Namespace, balances: bool) -> None:
     if saved is None or not getattr(saved, "use_distributed_optimizer", False):
         return
     was_balanced = getattr(saved, "dynmo_mode", None) == "balance"
-    fully = getattr(saved, "dist_ckpt_optim_fully_reshardable", False)
-    if was_balanced == balances and not (balances and fully):
+    is_by_parameter = getattr(saved, "dist_ckpt_optim_fully_reshardable", False)
+    if was_balanced == balances or is_by_parameter:
         return
     cut = "a bucket for each layer" if was_balanced else "Megatron's own buckets"
-    if balances and fully:
-        cut = "the fully reshardable format, which Megatron reads back shifted for such buckets"
     other = "balance" if was_balanced else "observe or off"
     raise ConfigError(
         f"the distributed optimizer's state in {args.load} is stored in {cut}, which --dynmo-mode "
-        f"{'balance' if balances else 'observe'} cannot load; go on with --dynmo-mode {other}, or "
-        "take only the weights with --no-load-optim"
+        f"{'balance' if balances else 'observe'} cannot load; go on with --dynmo-mode {other} and "
+        "save once with --dist-ckpt-optim-fully-reshardable, which every mode can load, or take "
+        "only the weights with --no-load-optim"
     )
 
 

@@ -90,15 +90,6 @@ UNSUPPORTED = (
         "Megatron then reuses the first save plan, which names layers that have moved since",
     ),
     Unsupported(
-        "--dist-ckpt-optim-fully-reshardable",
-        lambda args: (
-            getattr(args, "use_distributed_optimizer", False)
-            and getattr(args, "dist_ckpt_optim_fully_reshardable", False)
-        ),
-        "Megatron saves optimizer state shifted behind the first padded bucket, and here every "
-        "layer is a bucket; the default format is right",
-    ),
-    Unsupported(
         "--delay-wgrad-compute",
         _set("delay_wgrad_compute"),
         "its hooks stay on modules when the wrapper is rebuilt, and gradients would count twice",

@@ -1,11 +1,12 @@
-"""Repairs of the distributed optimizer's checkpoints where neither TransformerEngine nor Apex is.
+"""Repairs of the distributed optimizer's checkpoints.
 
-There Megatron uses `torch.optim.Adam`, which keeps a step count as a tensor for each parameter. The
-code that saves and loads it fails at three places; each has its own patch. With TransformerEngine
-or Apex installed the wrappers change nothing that is saved or loaded.
+Where neither TransformerEngine nor Apex is, Megatron uses `torch.optim.Adam`, which keeps a step
+count as a tensor for each parameter. The code that saves and loads it fails at three places; each
+has its own patch, which changes nothing with TransformerEngine or Apex. The fully reshardable
+format is saved wrong as soon as a padded bucket comes before another one, whatever the optimizer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,6 +53,18 @@ def specs() -> tuple[PatchSpec, ...]:
             "views of fp32 parameters with gradients on (RuntimeError)",
             seam_tried="none: called from inside the loaders",
             remove_when="it leaves a step that was not saved alone and copies under no_grad",
+        ),
+        PatchSpec(
+            name="distopt-fully-reshardable-offsets",
+            target=f"{_OPTIMIZER}.sharded_param_state_fully_reshardable",
+            kind=Kind.WRAP,
+            factory=_model_space_state,
+            params=("self", "model_sharded_state_dict", "is_loading", "metadata"),
+            reason="it cuts parameters at offsets that count the padding of buckets out of tensors "
+            "that do not hold it: all behind the first padded bucket is saved shifted, its end as "
+            "zeros",
+            seam_tried="none: buffers and offsets are taken from the optimizer inside the function",
+            remove_when="offsets and tensors both count padding, or neither does (upstream 504)",
         ),
     )
 
@@ -113,6 +126,41 @@ def _set_states(original: Callable[..., None]) -> Callable[..., None]:
             original(self, model_param, tensors)
 
     return _set_main_param_and_optimizer_states
+
+
+def _model_space_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the save of the fully reshardable format so that its offsets leave padding out."""
+
+    def sharded_param_state_fully_reshardable(
+        self: Any,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        metadata: dict[str, Any] | None = None,
+    ) -> Any:
+        with _offsets_without_padding(self.buffers):
+            return original(self, model_sharded_state_dict, is_loading, metadata)
+
+    return sharded_param_state_fully_reshardable
+
+
+@contextmanager
+def _offsets_without_padding(buffers: Sequence[Any]) -> Iterator[None]:
+    """Let buffers say where parameters are when their buckets lie side by side, for a block."""
+    kept = [buffer.param_index_map for buffer in buffers]
+    for buffer in buffers:
+        shifts, unpadded = [], 0
+        for bucket in buffer.buckets:
+            shifts.append(unpadded - bucket.offset)
+            unpadded += bucket.numel_unpadded
+        buffer.param_index_map = {
+            param: (start + shifts[bucket], end + shifts[bucket], bucket)
+            for param, (start, end, bucket) in buffer.param_index_map.items()
+        }
+    try:
+        yield
+    finally:
+        for buffer, index_map in zip(buffers, kept, strict=True):
+            buffer.param_index_map = index_map
 
 
 def _has_own_steps() -> bool:

@@ -9,10 +9,10 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 
@@ -107,7 +107,7 @@ def is_imported(address: str) -> bool:
     return address.partition(":")[0] in sys.modules
 
 
-def scan(wanted: Container[int]) -> Iterator[tuple[str, Binding, Any]]:
+def scan(wanted: Iterable[int]) -> Iterator[tuple[str, Binding, Any]]:
     """Yield every place in `sys.modules` that holds one of the wanted objects, in one pass.
 
     Looks at module globals and at the namespaces of classes defined in them. Closures, default
@@ -119,31 +119,44 @@ def scan(wanted: Container[int]) -> Iterator[tuple[str, Binding, Any]]:
     Yields:
         Module name, place, and the raw value found there.
     """
-    seen: set[int] = set()
+    search = _Search(frozenset(wanted), set(), _IsClass())
     for module_name, module in list(sys.modules.items()):
         # type(), not isinstance(): the latter asks `__class__`, which wakes lazy proxies up.
-        if issubclass(type(module), ModuleType) and id(module) not in seen:
-            seen.add(id(module))
-            yield from _scan_namespace(module, module_name, "", wanted, seen)
+        if issubclass(type(module), ModuleType) and id(module) not in search.seen:
+            search.seen.add(id(module))
+            yield from _scan_namespace(module, module_name, "", search)
+
+
+class _IsClass(dict[type, bool]):
+    """Whether things of a type are classes; asked for the same few types a million times."""
+
+    def __missing__(self, kind: type) -> bool:
+        answer = self[kind] = issubclass(kind, type)
+        return answer
+
+
+class _Search(NamedTuple):
+    wanted: frozenset[int]
+    seen: set[int]
+    is_class: _IsClass
 
 
 def _scan_namespace(
-    owner: Any, module_name: str, prefix: str, wanted: Container[int], seen: set[int]
+    owner: Any, module_name: str, prefix: str, search: _Search
 ) -> Iterator[tuple[str, Binding, Any]]:
-    for attribute, value in list(vars(owner).items()):
-        if id(value) in wanted:
-            yield (
-                module_name,
-                Binding(owner, attribute, f"{module_name}:{prefix}{attribute}"),
-                value,
-            )
-        if (
-            issubclass(type(value), type)
-            and id(value) not in seen
-            and vars(value).get("__module__") == module_name
-        ):
+    wanted, seen, is_class = search
+    namespace = dict(vars(owner))
+    # Nearly always the answer is no, and this says so without a step in Python.
+    if not wanted.isdisjoint(map(id, namespace.values())):
+        for attribute, value in namespace.items():
+            if id(value) in wanted:
+                place = Binding(owner, attribute, f"{module_name}:{prefix}{attribute}")
+                yield module_name, place, value
+    classes = [pair for pair in namespace.items() if is_class[type(pair[1])]]
+    for attribute, value in classes:
+        if id(value) not in seen and vars(value).get("__module__") == module_name:
             seen.add(id(value))
-            yield from _scan_namespace(value, module_name, f"{prefix}{attribute}.", wanted, seen)
+            yield from _scan_namespace(value, module_name, f"{prefix}{attribute}.", search)
 
 
 def is_traceable(value: Any) -> bool:

@@ -1,8 +1,6 @@
 """Stock Megatron trains on a CPU over gloo, in every kind of parallelism, and resumes exactly."""
 
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,10 +80,20 @@ def test_recompute_with_dropout_changes_no_bit() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(f"{PP2} {DROPOUT} {RECOMPUTE}", id="pp2-fp32-dropout"),
+        pytest.param(
+            f"{PP2} {DROPOUT} {RECOMPUTE}", id="pp2-fp32-dropout", marks=pytest.mark.matrix
+        ),
         pytest.param(f"{PP2} --bf16", id="pp2-bf16"),
-        pytest.param(f"{TP2} --sequence-parallel {DROPOUT}", id="tp2-sequence-parallel-dropout"),
-        pytest.param(f"{DISTRIBUTED_OPTIMIZER} {DROPOUT}", id="dp2-fp32-dp-reshardable"),
+        pytest.param(
+            f"{TP2} --sequence-parallel {DROPOUT}",
+            id="tp2-sequence-parallel-dropout",
+            marks=pytest.mark.matrix,
+        ),
+        pytest.param(
+            f"{DISTRIBUTED_OPTIMIZER} {DROPOUT}",
+            id="dp2-fp32-dp-reshardable",
+            marks=pytest.mark.matrix,
+        ),
         pytest.param(
             f"{DISTRIBUTED_OPTIMIZER} {OVERLAP} --bf16 --dist-ckpt-optim-fully-reshardable",
             id="dp2-bf16-overlap-fully-reshardable",
@@ -107,6 +115,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(flags: str, tmp_path: Path) 
         assert other["moments"] == one["moments"]
 
 
+@pytest.mark.matrix
 def test_sequence_parallel_gives_the_same_gradients(tmp_path: Path) -> None:
     whole = _train(2, f"{TP2} --save {tmp_path} --save-interval 2")
     _forget_after(tmp_path, 2)
@@ -228,14 +237,12 @@ def _is_ours(label: str) -> bool:
 
 
 def test_nothing_of_it_is_imported_where_a_gpu_is_used() -> None:
-    code = (
-        "import sys; from megatron_dynmo.config import DynMoConfig; "
-        "from megatron_dynmo.patches import specs_for; specs_for(DynMoConfig(), on_cpu=False); "
-        "print([name for name in sys.modules if name.startswith('megatron_dynmo.cpu')])"
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    answer = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True, text=True, check=True, env=environment, timeout=120,
-    )  # fmt: skip
-    assert answer.stdout.splitlines()[-1] == "[]"
+    assert run_ranks(_import_for_a_gpu, 1, init_process_group=False) == [[]]
+
+
+def _import_for_a_gpu(rank: int, world_size: int) -> list[str]:
+    from megatron_dynmo.config import DynMoConfig
+    from megatron_dynmo.patches import specs_for
+
+    assert specs_for(DynMoConfig(), on_cpu=False)
+    return [name for name in sys.modules if name.startswith("megatron_dynmo.cpu")]

@@ -156,6 +156,7 @@ class TestDropIn:
         assert numbers(tmp_path / "off") == numbers(tmp_path / "observe")
         assert len(numbers(tmp_path / "off")) >= 4 * 2
 
+    @pytest.mark.matrix
     def test_checkpoint_goes_on_where_it_was_saved(self, tmp_path):
         words = [*TINY_GPT, *TWO_STAGES, "--dynmo-mode", "observe", "--ckpt-format", "torch_dist"]
         checkpoint = str(tmp_path / "checkpoint")
@@ -225,8 +226,11 @@ class TestTorchrun:
 
     @pytest.mark.parametrize(
         "command",
-        [["megatron_dynmo.pretrain_gpt"], ["megatron_dynmo", "run", FORK]],
-        ids=["drop-in", "run"],
+        [
+            pytest.param(["megatron_dynmo.pretrain_gpt"], id="drop-in"),
+            # The same in ranks that the tests start is above.
+            pytest.param(["megatron_dynmo", "run", FORK], id="run", marks=pytest.mark.matrix),
+        ],
     )
     def test_trains(self, command, tmp_path):
         words = [*TINY_GPT, *TWO_STAGES, "--dynmo-mode", "observe", "--train-iters", "2"]

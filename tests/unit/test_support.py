@@ -27,10 +27,6 @@ ON = {
     "--logits-load-dir": {"logits_load_dir": "folder"},
     "--use-nccl-ub": {"nccl_ub": True},
     "--tensor-parallel-num-weight-shards": {"gtp_weight_remat_size": 2},
-    "--dist-ckpt-optim-fully-reshardable": {
-        "dist_ckpt_optim_fully_reshardable": True,
-        "use_distributed_optimizer": True,
-    },
 }
 DESTS = [feature.flag.removeprefix("--").replace("-", "_") for feature in UNSUPPORTED]
 

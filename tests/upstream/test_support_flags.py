@@ -8,9 +8,6 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron_dynmo.adapters.support import UNSUPPORTED, refusals
 from megatron_dynmo.config import DynMoConfig
 
-# Flags without which a feature is none.
-COMPANIONS = {"--dist-ckpt-optim-fully-reshardable": ["--use-distributed-optimizer"]}
-
 
 @pytest.fixture(scope="module")
 def parser():
@@ -33,7 +30,7 @@ def test_a_run_with_defaults_is_refused_nothing(parser):
 @pytest.mark.parametrize("feature", UNSUPPORTED, ids=lambda feature: feature.flag)
 def test_the_flag_is_megatrons_and_turns_on_this_refusal_alone(parser, feature):
     (action,) = [a for a in parser._actions if feature.flag in a.option_strings]
-    args = parser.parse_args([feature.flag, *value_of(action), *COMPANIONS.get(feature.flag, ())])
+    args = parser.parse_args([feature.flag, *value_of(action)])
     if feature.flag == "--tensor-parallel-num-weight-shards":
         args.gtp_weight_remat_size = 2  # derived when Megatron validates its arguments
     assert [found.flag for found in refusals(args)] == [feature.flag]
