@@ -100,6 +100,7 @@ class Controller:
         session.measure(iteration, losses, grad_norm)
         if not session.force(iteration):
             session.balance(iteration)
+        session.remember()
         session.report(iteration)
 
     def forward_step(self, vp_stage: int) -> AbstractContextManager[Callable[[Any], None]]:
@@ -135,6 +136,7 @@ class _Session:
         self._decider = Decider(
             config, run, self._layout, None if memory is None else consensus.least(memory)
         )
+        self._has_learned = False
         self._consensus = consensus
         transport = Transport(topology.pp_group, topology.pp_global_ranks, run.device)
         self._migrator = Migrator(topology.pp_rank, run.stage, transport, consensus)
@@ -164,6 +166,7 @@ class _Session:
         self._reporter.profile(iteration, latest, self._layout)
         if self._run.topology.pp_size == 1:
             return
+        self._has_learned = True
         decision = self._agreed(self._decider.decide(iteration, reports))
         self._reporter.decision(iteration, decision, latest)
         if not decision.is_move or not self._moves_by_itself:
@@ -174,6 +177,12 @@ class _Session:
             self._decider.refused(iteration, decision.new, str(error))
             return
         self._move(iteration, decision.new)
+
+    def remember(self) -> None:
+        """Have what was learned in the next checkpoint, if that differs from the last."""
+        if self._has_learned:
+            self._decider.remember()
+            self._has_learned = False
 
     def _agreed(self, decision: Decision) -> Decision:
         """The decision of rank 0.
@@ -223,6 +232,7 @@ class _Session:
         if self._layer_rng is not None:
             self._layer_rng.attach(self._run.model)
         self._decider.moved(iteration, new, report)
+        self._has_learned = True
         self._reporter.migration(iteration, old, new, report)
 
 

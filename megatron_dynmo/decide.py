@@ -6,8 +6,11 @@ Pure arithmetic on numbers that every rank has, so every rank comes to the same 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any
+
+import orjson
 
 from megatron_dynmo.balancers import LayoutChoice, choose_layout, diffusion, min_max_layout
 from megatron_dynmo.config import DynMoConfig
@@ -17,6 +20,8 @@ from megatron_dynmo.layout import LayerLayout
 from megatron_dynmo.migrator import MigrationReport
 from megatron_dynmo.profile_report import ProfileReport
 from megatron_dynmo.trigger import Decision, Trigger, TriggerSettings
+
+logger = logging.getLogger(__name__)
 
 _MAX_WORK = 1e7  # for comparing iteration times in one decision: a few ms
 """See `choose_layout`. All rounds that are needed at 8 stages x 32 micro-batches; at 64 x 64 two or
@@ -48,7 +53,7 @@ class Decider:
         settings = dataclasses.replace(
             TriggerSettings.from_config(config), memory_cap_bytes=self._memory_limit
         )
-        self._trigger = Trigger(settings, choose=self._choose)
+        self._trigger = self._remembering(settings)
         self._trigger.start(layout, run.first_iteration, run.train_iters - run.first_iteration)
         self._choices: list[LayoutChoice] = []
 
@@ -71,6 +76,27 @@ class Decider:
             if decision.action == "move" and decision.new == choice.layout != choice.min_max:
                 return dataclasses.replace(decision, reason=f"{decision.reason}; {choice.reason}")
         return decision
+
+    def _remembering(self, settings: TriggerSettings) -> Trigger:
+        """A trigger that knows what the run knew when its checkpoint was saved."""
+        trigger = Trigger(settings, choose=self._choose)
+        text = self._run.memory
+        if text is None:
+            return trigger
+        try:
+            trigger.restore(orjson.loads(text))
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            logger.warning(
+                "what the saved run had learned cannot be read (%s: %s); it is learned anew",
+                type(error).__name__,
+                error,
+            )
+            return Trigger(settings, choose=self._choose)
+        return trigger
+
+    def remember(self) -> None:
+        """Put what decisions rest on where checkpoints take it from; not in the midst of a move."""
+        self._run.memory = orjson.dumps(self._trigger.state()).decode()
 
     def moved(self, iteration: int, layout: LayerLayout, report: MigrationReport) -> None:
         """Take note of a move that was carried out."""

@@ -22,10 +22,14 @@ def prepare(args: Namespace) -> None:
         LayoutError: A split that is not legal, or a forced layout that does not fit the model.
     """
     config = DynMoConfig.from_namespace(args)
-    if getattr(args, "yaml_cfg", None) is not None or getattr(args, "use_checkpoint_args", False):
+    if getattr(args, "yaml_cfg", None) is not None:
         return  # the model's size is not known yet; checked again when training is set up
     if config.mode == "balance" and args.pipeline_model_parallel_size > 1:
         checkpoint.restore_layout(args)
+    if config.mode != "off":
+        checkpoint.restore_memory(args)
+    if getattr(args, "use_checkpoint_args", False):
+        return  # as above
     checkpoint.require_same_buckets(args, config.mode == "balance")
     support.require_legal_split(args)
     require_legal_batches(args)

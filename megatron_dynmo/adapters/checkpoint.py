@@ -26,6 +26,21 @@ from megatron_dynmo.layout import LayerLayout
 logger = logging.getLogger(__name__)
 
 
+# Attribute of Megatron's arguments: what decisions rest on, as JSON text.
+MEMORY = "dynmo_memory"
+
+
+def restore_memory(args: Namespace) -> None:
+    """Take what the saved run had measured and learned, if the checkpoint that is loaded has it.
+
+    Args:
+        args: parsed; the text is put where it will be saved from again.
+    """
+    memory = getattr(_saved_arguments(args), MEMORY, None)
+    if isinstance(memory, str) and not args.finetune:
+        setattr(args, MEMORY, memory)
+
+
 def restore_layout(args: Namespace) -> None:
     """Take the layout of the checkpoint that will be loaded, unless the user wants another.
 
@@ -38,11 +53,12 @@ def restore_layout(args: Namespace) -> None:
     saved = _saved_arguments(args)
     text = getattr(saved, "pipeline_model_parallel_layout", None)
     started_with = getattr(saved, START_LAYOUT, None)
-    if text is None or args.pipeline_model_parallel_layout not in (None, started_with):
+    if saved is None or text is None or args.pipeline_model_parallel_layout not in (None, started_with):
         return
     stages = args.pipeline_model_parallel_size
+    num_layers = int(args.num_layers or saved.num_layers)  # --use-checkpoint-args
     try:
-        layout = LayerLayout.from_megatron(str(text), num_layers=args.num_layers, num_stages=stages)
+        layout = LayerLayout.from_megatron(str(text), num_layers=num_layers, num_stages=stages)
     except LayoutError as error:
         logger.warning("the layout %s of the checkpoint is not used: %s", text, error)
         return

@@ -10,6 +10,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
 from megatron_dynmo.adapters import emulated, support
+from megatron_dynmo.adapters.checkpoint import MEMORY
 from megatron_dynmo.adapters.digest import digests
 from megatron_dynmo.adapters.layer_rng import LayerRng
 from megatron_dynmo.adapters.stage import MegatronStage
@@ -57,6 +58,16 @@ class MegatronRun:
     def first_iteration(self) -> int:
         """Iterations completed before this process began."""
         return int(self.args.iteration)
+
+    @property
+    def memory(self) -> str | None:
+        """What decisions rest on, as JSON text; it travels in checkpoints. None at first."""
+        memory: str | None = getattr(self.args, MEMORY, None)
+        return memory
+
+    @memory.setter
+    def memory(self, text: str) -> None:
+        setattr(self.args, MEMORY, text)
 
     @property
     def log_interval(self) -> int:

@@ -31,7 +31,7 @@ def test_a_run_resumed_after_a_move_equals_the_uninterrupted_one(cell, tmp_path)
         *("--dynmo-force-layout", "2:E|ttttL;3:Ettt|tL", "--save", saved, "--save-interval", "4"),
     )
     assert len(whole.migrations) == 2 and sorted(whole.losses) == [1, 2, 3, 4, 5, 6]
-    load = ("--load", saved, "--ckpt-step", "4")
+    load = ("--load", saved, "--ckpt-step", "4", "--use-checkpoint-args")
     # No layout is given: it comes with the checkpoint, and the next move starts from it.
     resumed = ours(tmp_path / "resumed", *flags, *load, "--dynmo-force-layout", "5:Ett|ttL")
     assert [m["from"] for m in resumed.migrations] == ["Et*3|tL"]

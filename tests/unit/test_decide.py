@@ -20,7 +20,7 @@ LATE_OPTIMIZER = ModelCosts(
 
 
 def decider(layout, device_memory_bytes=None, **settings):
-    run = SimpleNamespace(first_iteration=0, train_iters=100_000)
+    run = SimpleNamespace(first_iteration=0, train_iters=100_000, memory=None)
     return Decider(DynMoConfig(**settings), run, layout, device_memory_bytes)
 
 
@@ -113,3 +113,43 @@ def test_mtp_keeps_the_last_layer_where_it_is():
     assert proposed(costs, few) == on_two(6)
     layout = LayerLayout.from_megatron("Et*5|tmL", num_layers=6, num_stages=2)
     assert proposed(costs, layout).to_megatron() == "Et*3|t*3mL"
+
+
+def learned():
+    """A decider after a window and a move, and the text that a checkpoint would hold."""
+    first = decider(on_two(5))
+    report = SimpleNamespace(costs=LATE_OPTIMIZER, iteration_ms=40.0)
+    found = first.decide(3, [(number, report) for number in (1, 2, 3)])
+    first.moved(3, found.new, SimpleNamespace(duration_ms=7.0, num_bytes=300))
+    first.remember()
+    return found.new, first._run.memory
+
+
+def resumed(layout, memory):
+    run = SimpleNamespace(first_iteration=3, train_iters=100_000, memory=memory)
+    return Decider(DynMoConfig(), run, layout)
+
+
+def test_what_was_learned_goes_on_after_a_restart():
+    layout, memory = learned()
+    second = resumed(layout, memory)
+    assert second._trigger.state() == resumed(layout, memory)._trigger.state()
+    assert second._trigger._app.move_cost.estimate(300, 40.0) == (7.0, "learned from 1 move")
+    second.remember()
+    assert second._run.memory == memory
+
+
+def test_under_another_layout_measurements_count_no_more():
+    layout, memory = learned()
+    other = resumed(layout.with_boundaries([0, 4, 6]), memory)
+    assert other._trigger._app.history.num_since(0) == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '"x"', '{"layout": 3}', '{"layout": [[0, 1], 1]}']
+)
+def test_a_damaged_memory_is_left_with_a_warning(text, caplog):
+    layout, _ = learned()
+    fresh = resumed(layout, text)
+    assert "it is learned anew" in caplog.text
+    assert fresh._trigger.state() == resumed(layout, None)._trigger.state()
