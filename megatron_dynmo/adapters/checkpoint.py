@@ -53,7 +53,9 @@ def restore_layout(args: Namespace) -> None:
     saved = _saved_arguments(args)
     text = getattr(saved, "pipeline_model_parallel_layout", None)
     started_with = getattr(saved, START_LAYOUT, None)
-    if saved is None or text is None or args.pipeline_model_parallel_layout not in (None, started_with):
+    if saved is None or text is None:
+        return
+    if args.pipeline_model_parallel_layout not in (None, started_with):
         return
     stages = args.pipeline_model_parallel_size
     num_layers = int(args.num_layers or saved.num_layers)  # --use-checkpoint-args
