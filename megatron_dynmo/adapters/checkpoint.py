@@ -58,6 +58,16 @@ def restore_layout(args: Namespace) -> None:
     if args.pipeline_model_parallel_layout not in (None, started_with):
         return
     stages = args.pipeline_model_parallel_size
+    saved_stages = getattr(saved, "pipeline_model_parallel_size", stages)
+    if saved_stages != stages:
+        # Its text might be read as virtual stages of fewer ranks.
+        logger.warning(
+            "the layout %s of the checkpoint is not used: it is for %d stages, this run has %d",
+            text,
+            saved_stages,
+            stages,
+        )
+        return
     num_layers = int(args.num_layers or saved.num_layers)  # --use-checkpoint-args
     try:
         layout = LayerLayout.from_megatron(str(text), num_layers=num_layers, num_stages=stages)

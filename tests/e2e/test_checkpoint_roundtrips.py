@@ -23,19 +23,19 @@ OBSERVE = ["--dynmo-mode", "observe"]
 
 @pytest.fixture
 def run(tmp_path):
-    """Train on so many stages, twice data-parallel, and return the trace."""
+    """Train on so many ranks and stages, the rest data-parallel, and return the trace."""
 
-    def run(name, stages, *flags):
+    def run(name, ranks, stages, *flags):
         folder = tmp_path / name
         run_ranks(
             train_ours,
-            2 * stages,
+            ranks,
             None,
             None,
             *(*COMMON, *DISTRIBUTED_OPTIMIZER, "--pipeline-model-parallel-size", str(stages)),
             *("--dynmo-log-dir", str(folder), "--dynmo-digest-interval", "1"),
             *flags,
-            timeout_s=200,
+            timeout_s=280,
         )
         return read_trace(folder)
 
@@ -57,17 +57,17 @@ def test_a_checkpoint_after_moves_loads_without_us_and_comes_back(model, run, tm
     flags, saved = MODELS[model], tmp_path / "saved"
     save = ("--save", str(saved), "--save-interval", "2")
     force = "--dynmo-force-layout"
-    whole = run("whole", 2, *flags, force, "1:E|ttttL;3:Ettt|tL;5:Et|tttL", *save)
+    whole = run("whole", 4, 2, *flags, force, "1:E|ttttL;3:Ettt|tL;5:Et|tttL", *save)
     assert len(whole.migrations) == 3
     # Megatron's own split and buckets.
     plain = run(
-        "plain", 2, *flags, *OBSERVE, "--load", str(saved), "--ckpt-step", "2",
+        "plain", 4, 2, *flags, *OBSERVE, "--load", str(saved), "--ckpt-step", "2",
         "--pipeline-model-parallel-layout", "Ett|ttL", "--save", str(tmp_path / "plain-saved"),
         "--save-interval", "4",
     )  # fmt: skip
     go_on_alike(plain, whole, [3, 4, 5, 6])
     # What that saved loads here again, and layers move on.
-    back = run("back", 2, *flags, "--load", str(tmp_path / "plain-saved"), "--ckpt-step", "4",
+    back = run("back", 4, 2, *flags, "--load", str(tmp_path / "plain-saved"), "--ckpt-step", "4",
                force, "5:Ettt|tL")  # fmt: skip
     assert [m["from"] for m in back.migrations] == ["Ett|ttL"]
     go_on_alike(back, whole, [5, 6])
@@ -78,12 +78,14 @@ def test_a_checkpoint_after_moves_loads_without_us_and_comes_back(model, run, tm
 def test_other_numbers_of_stages(model, run, tmp_path):
     flags, force = MODELS[model], "--dynmo-force-layout"
     first, second = tmp_path / "first", tmp_path / "second"
-    whole = run("whole", 2, *flags, force, "1:Et|tttL", "--save", str(first),
+    whole = run("whole", 2, 2, *flags, force, "1:Et|tttL", "--save", str(first),
                 "--save-interval", "2")  # fmt: skip
     wider = run(
-        "wider", 4, *flags, "--load", str(first), "--ckpt-step", "2", force, "3:Ett|t||tL",
+        "wider", 4, 4, *flags, "--load", str(first), "--ckpt-step", "2", force, "3:Ett|t||tL",
         "--save", str(second), "--save-interval", "4",
     )  # fmt: skip
     go_on_alike(wider, whole, [3, 4, 5, 6])
-    narrow = run("narrow", 2, *flags, "--load", str(second), "--ckpt-step", "4", force, "5:Ettt|tL")
+    narrow = run(
+        "narrow", 2, 2, *flags, "--load", str(second), "--ckpt-step", "4", force, "5:Ettt|tL"
+    )
     go_on_alike(narrow, whole, [5, 6])
