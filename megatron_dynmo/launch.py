@@ -16,7 +16,14 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from megatron_dynmo.config import DynMoConfig
-from megatron_dynmo.errors import BalanceError, ConfigError, DynMoError, LayoutError, PatchError
+from megatron_dynmo.errors import (
+    BalanceError,
+    ConfigError,
+    DynMoError,
+    LayoutError,
+    MigrationError,
+    PatchError,
+)
 
 EXIT_STATUS_WRONG_USE = 2
 
@@ -74,7 +81,7 @@ def one_line_errors(*mistakes: type[DynMoError]) -> Iterator[None]:
 
     Args:
         *mistakes: The exception classes to answer so; by default those that a user can put right.
-            Any other exception passes.
+            Any other exception passes, and a MigrationError always does.
 
     Raises:
         SystemExit: Status 2, in place of the mistake.
@@ -86,6 +93,8 @@ def one_line_errors(*mistakes: type[DynMoError]) -> Iterator[None]:
     answered = mistakes or _MISTAKES
     try:
         yield
+    except MigrationError:
+        raise  # also where every error of ours is answered: it may be this rank alone that knows
     except answered as error:
         if _speaks(error):
             print(f"dynmo: error: {one_line(error)}", file=sys.stderr, flush=True)

@@ -28,9 +28,9 @@ def prepare(args: Namespace) -> None:
         checkpoint.restore_layout(args)
     if config.mode != "off":
         checkpoint.restore_memory(args)
+    checkpoint.require_same_buckets(args, config.mode == "balance")
     if getattr(args, "use_checkpoint_args", False):
         return  # as above
-    checkpoint.require_same_buckets(args, config.mode == "balance")
     support.require_legal_split(args)
     require_legal_batches(args)
     if config.mode == "balance" and args.pipeline_model_parallel_size > 1:

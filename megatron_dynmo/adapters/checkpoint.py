@@ -11,9 +11,11 @@ import logging
 from argparse import Namespace
 from pathlib import Path
 
+import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.training.checkpointing import (
+    find_checkpoint_rank_0,
     get_checkpoint_name,
     get_checkpoint_tracker_filename,
     read_metadata,
@@ -122,17 +124,33 @@ def _saved_arguments(args: Namespace) -> Namespace | None:
     """Megatron's arguments in the checkpoint that will be loaded; None where there is none."""
     if args.load is None:
         return None
-    tracker = get_checkpoint_tracker_filename(args.load)
-    if not Path(tracker).is_file():
+    step, release = _iteration_in(args.load)
+    step = getattr(args, "ckpt_step", None) or step
+    root = args.load
+    if getattr(args, "non_persistent_ckpt_type", None) == "global":
+        # Megatron takes these wherever they are not older.
+        other = args.non_persistent_global_ckpt_dir or str(Path(args.load) / "non_persistent")
+        if _iteration_in(other)[0] >= step:
+            root, (step, release) = other, _iteration_in(other)
+    if step < 0:
         return None  # Megatron says what it makes of that
-    iteration, release = read_metadata(tracker)
-    step = getattr(args, "ckpt_step", None) or iteration
-    folder = get_checkpoint_name(args.load, step, release, return_base_dir=True)
+    folder = get_checkpoint_name(root, step, release, return_base_dir=True)
     try:
-        if not dist_checkpointing.check_is_distributed_checkpoint(folder):
-            return None
-        saved = dist_checkpointing.load_common_state_dict(folder).get("args")
-    except (CheckpointingException, OSError) as error:
+        if dist_checkpointing.check_is_distributed_checkpoint(folder):
+            saved = dist_checkpointing.load_common_state_dict(folder).get("args")
+        else:
+            # One file a rank (`--ckpt-format torch`), of which only the arguments are read.
+            name = find_checkpoint_rank_0(root, step, release)
+            if name is None:
+                return None
+            saved = torch.load(name, map_location="cpu", mmap=True, weights_only=False).get("args")
+    except (CheckpointingException, OSError, RuntimeError) as error:
         logger.warning("cannot read the arguments in the checkpoint %s: %s", folder, error)
         return None
     return saved if isinstance(saved, Namespace) else None
+
+
+def _iteration_in(folder: str) -> tuple[int, bool]:
+    """Iteration of the latest checkpoint, -1 without one, and whether it is a release."""
+    tracker = get_checkpoint_tracker_filename(folder)
+    return read_metadata(tracker) if Path(tracker).is_file() else (-1, False)

@@ -1,20 +1,21 @@
 """A digest of parameters and optimizer state that does not depend on who holds what.
 
-Equal digests mean equal bits in every parameter, master copy and moment, whatever the layout, and
-with or without the distributed optimizer.
+Equal digests mean equal bits in every parameter, master copy and moment, and in every buffer that a
+checkpoint holds (the expert bias of a router, say), whatever the layout, and with or without the
+distributed optimizer.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from megatron_dynmo.adapters.optimizer import MAIN, StateCodec
-from megatron_dynmo.adapters.stage import MegatronStage
+from megatron_dynmo.adapters.stage import MegatronStage, saved_buffers
 from megatron_dynmo.adapters.topology import Topology
 
 _SHA_BYTES = 32
@@ -46,7 +47,7 @@ def _digests(topology: Topology, stage: MegatronStage) -> dict[str, str]:
     for unit, named in _units(stage):
         row = table[units.index(unit)]
         row[0] = 1
-        sha = _hash(named, codec)
+        sha = hash_unit(named, codec)
         row[1:] = torch.frombuffer(bytearray(sha), dtype=torch.uint8)
     table = table.to(topology.device)
     tables = [torch.empty_like(table) for _ in range(topology.world_size)]
@@ -60,29 +61,33 @@ def _merge(rows: list[torch.Tensor]) -> str:
     return hashlib.sha256(b"".join(distinct)).hexdigest()
 
 
-def _units(
-    stage: MegatronStage,
-) -> Iterator[tuple[str, list[tuple[str, torch.nn.Parameter]]]]:
-    """The units of this rank in a fixed order, each with its parameters sorted by name."""
+def _units(stage: MegatronStage) -> Iterator[tuple[str, list[tuple[str, torch.Tensor]]]]:
+    """The units of this rank in a fixed order, each with its tensors sorted by name."""
     for number, layer in sorted(stage.layers().items()):
-        yield str(number), sorted(layer.named_parameters())
-    ends: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}
-    for name, param in stage.parameters_outside_layers():
+        yield str(number), sorted([*layer.named_parameters(), *saved_buffers(layer)])
+    ends: dict[str, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in stage.tensors_outside_layers():
         unit = EMBEDDING if name.startswith("embedding.") else OUTPUT
-        ends.setdefault(unit, []).append((name, param))
+        ends.setdefault(unit, []).append((name, tensor))
     for unit in (EMBEDDING, OUTPUT):
         if unit in ends:
             yield unit, sorted(ends[unit])
 
 
-def _hash(named: list[tuple[str, torch.nn.Parameter]], codec: StateCodec) -> bytes:
+def hash_unit(named: Iterable[tuple[str, torch.Tensor]], codec: StateCodec) -> bytes:
+    """Return the sha256 of parameters, each with its optimizer state, and of buffers.
+
+    Collective:
+        The data-parallel groups of parameters whose state is sharded.
+    """
     sha = hashlib.sha256()
-    for name, param in named:
+    for name, held in named:
         sha.update(name.encode())
-        sha.update(_raw(param))
-        for key, tensor in _full_state(param, codec):
-            sha.update(key.encode())
-            sha.update(_raw(tensor))
+        sha.update(_raw(held))
+        if isinstance(held, torch.nn.Parameter):
+            for key, tensor in _full_state(held, codec):
+                sha.update(key.encode())
+                sha.update(_raw(tensor))
     return sha.digest()
 
 

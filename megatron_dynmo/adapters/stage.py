@@ -206,7 +206,9 @@ class MegatronStage:
         arriving: dict[int, list[Any]] = {chunk.vp_stage: [] for chunk in self.chunks}
         for move in plan.received_by(pp_rank):
             arriving[move.dst_vp_stage].append(self._pending.incoming[move.layer_number].layer)
-        install_layout(plan.new, self.config, self._args)
+        # With virtual stages, a script's own model provider makes a config for each chunk.
+        for config in (self.config, *(chunk.block.config for chunk in self.chunks)):
+            install_layout(plan.new, config, self._args)
         self._codec = None
         release_parameters(self._optimizer)
         hooks_on = self._pending.hooks_on
@@ -292,11 +294,21 @@ class MegatronStage:
                 if param not in in_layers:
                     yield name, param
 
+    def tensors_outside_layers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters outside of the layers, and the buffers of a checkpoint there."""
+        yield from self.parameters_outside_layers()
+        for chunk in self.chunks:
+            for name, buffer in saved_buffers(chunk.core):
+                if not name.startswith("decoder.layers."):
+                    yield name, buffer
+
     def _rest_tensors(self) -> dict[str, torch.Tensor]:
         tensors = {}
-        for name, param in self.parameters_outside_layers():
-            tensors[name] = param.detach()
-            state = self.codec().capture(param)
+        for name, held in self.tensors_outside_layers():
+            tensors[name] = held.detach()
+            if not isinstance(held, torch.nn.Parameter):
+                continue
+            state = self.codec().capture(held)
             for key, tensor in (state.tensors if state else {}).items():
                 tensors[f"{name}/{key}"] = tensor
         return tensors
@@ -340,6 +352,15 @@ def _gradient_bytes(params: Iterable[torch.nn.Parameter]) -> int:
     """Bytes of the gradient buffers that Megatron keeps for parameters."""
     grads = (getattr(param, "main_grad", None) for param in params)
     return sum(g.numel() * g.element_size() for g in grads if g is not None)
+
+
+def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Persistent buffers: state that is trained but no parameter, as a router's expert bias."""
+    # Not `state_dict()`, which lets TransformerEngine write out the extra state of every module.
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer
 
 
 def _weights(layer: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -145,6 +145,17 @@ UNSUPPORTED = (
         "replayed routes are kept in a list by position on the rank",
     ),
     Unsupported(
+        "--moe-expert-rank-capacity-factor",
+        _set("moe_expert_rank_capacity_factor"),
+        "overflow of experts is looked for in the layers a rank had at the start, so a moved one "
+        "would drop tokens unnoticed",
+    ),
+    Unsupported(
+        "--freeze-all-layers",
+        _set("freeze_all_layers"),
+        "the freeze of expert biases is no state of a layer, and a moved one would train them",
+    ),
+    Unsupported(
         "--moe-paged-stash",
         _set("moe_paged_stash"),
         "the activation stash is laid out for the layers a rank had at the start",

@@ -7,7 +7,8 @@ schedules and the optimizer hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -146,6 +147,8 @@ def rebuild(
     # this the peak would hold old and new together.
     for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
         buffer.grad_data.untyped_storage().resize_(0)
+    own = set(module.parameters())
+    hooked = {acc.variable: acc for acc in ddp.grad_accs if acc.variable in own}
     ddp.buffers, ddp.expert_parallel_buffers = [], []
     ddp.bucket_groups, ddp.expert_parallel_bucket_groups = [], []
     ddp.param_to_bucket_group, ddp.grad_accs, ddp.params_with_grad = {}, [], []
@@ -153,18 +156,38 @@ def rebuild(
         param.grad = None
         if hasattr(param, "main_grad"):
             del param.main_grad
-    type(ddp).__init__(
-        ddp,
-        config,
-        ddp_config,
-        module,
-        disable_bucketing=disable_bucketing,
-        pg_collection=groups,
-        full_param_layout=_full_layout(ddp, ddp_config, module),
-    )
+    full_layout = _full_layout(ddp, ddp_config, module)
+    with _hooked_already(module, hooked):
+        type(ddp).__init__(
+            ddp,
+            config,
+            ddp_config,
+            module,
+            disable_bucketing=disable_bucketing,
+            pg_collection=groups,
+            full_param_layout=full_layout,
+        )
+    ddp.grad_accs += hooked.values()
     if ddp.use_forward_hook and not hooks_on:
         ddp.disable_forward_pre_hook(param_sync=False)
     ddp.train(was_training)
+
+
+@contextlib.contextmanager
+def _hooked_already(module: torch.nn.Module, hooked: Container[torch.Tensor]) -> Iterator[None]:
+    """Keep a wrapper that is initialised from hooking parameters which it has hooked before.
+
+    The old hooks serve the new buckets: they ask the wrapper for them. They cannot be taken off,
+    and they live as long as any graph goes through the parameter, such as that of the last
+    micro-batch, which MoE token dispatchers hold on to; a second hook would find no gradient.
+    Megatron takes parameters with their names for buffers, and without for hooks.
+    """
+    parameters = module.parameters
+    module.parameters = lambda: (p for p in parameters() if p not in hooked)  # type: ignore[method-assign,assignment,misc]
+    try:
+        yield
+    finally:
+        del module.parameters
 
 
 def _full_layout(ddp: DistributedDataParallel, ddp_config: Any, module: torch.nn.Module) -> Any:

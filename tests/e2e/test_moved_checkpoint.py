@@ -12,7 +12,9 @@ COMMON = "--pipeline-model-parallel-size 2 --clip-grad 100 --train-iters 6".spli
 CELLS = {
     "fp32": (),
     "bf16, distributed optimizer": ("--bf16", "--use-distributed-optimizer"),
+    "one file a rank": ("--ckpt-format", "torch"),
 }
+SLOW = ("one file a rank",)
 
 
 def ours(folder, *flags):
@@ -21,7 +23,9 @@ def ours(folder, *flags):
     return read_trace(folder)
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(c, marks=[pytest.mark.matrix] * (c in SLOW)) for c in CELLS]
+)
 def test_a_run_resumed_after_a_move_equals_the_uninterrupted_one(cell, tmp_path):
     flags = CELLS[cell]
     saved = str(tmp_path / "checkpoints")

@@ -24,6 +24,10 @@ CELLS = [
             *("--num-layers", "7", "--num-experts", "4", "--moe-router-topk", "2"),
             *("--moe-layer-freq", "([0]*1+[1]*6)", "--disable-bias-linear"),
             *("--moe-aux-loss-coeff", "0.01", "--moe-router-score-function", "sigmoid"),
+            # A dispatcher that holds on to the graph of the last micro-batch, and its hooks.
+            *("--moe-token-dispatcher-type", "alltoall", "--overlap-grad-reduce"),
+            # Modules that keep a deep copy of the config.
+            *("--moe-shared-expert-intermediate-size", "32", "--moe-ffn-hidden-size", "32"),
             *("--moe-router-enable-expert-bias", "--pipeline-model-parallel-layout"),
             "Ettt|ttttL",
         ),

@@ -110,6 +110,23 @@ FURTHER = [
     ),
 ]
 
+# Run by test_matrix alone.
+SLOW = [
+    Cell(
+        "bf16 distopt overlap, PP 2 x EP 2, MoE with shared experts",
+        4,
+        (
+            *PP2,
+            *PRECISIONS["bf16 distopt overlap"],
+            *("--expert-model-parallel-size", "2", "--num-experts", "4", "--moe-router-topk", "2"),
+            *("--moe-layer-freq", "([0]*1+[1]*3)", "--disable-bias-linear"),
+            *("--moe-token-dispatcher-type", "alltoall", "--moe-ffn-hidden-size", "32"),
+            *("--moe-shared-expert-intermediate-size", "32"),
+        ),
+        TWO_STAGES,
+    ),
+]
+
 
 @pytest.mark.parametrize("cell", DIAGONAL + FURTHER, ids=lambda cell: cell.name)
 def test_a_moved_run_equals_the_unmoved_one(cell, tmp_path):
@@ -118,7 +135,7 @@ def test_a_moved_run_equals_the_unmoved_one(cell, tmp_path):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("cell", TABLE + FURTHER, ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", TABLE + FURTHER + SLOW, ids=lambda cell: cell.name)
 def test_matrix(cell, tmp_path, parity_results):
     row = compare(cell, tmp_path)
     parity_results.append(row)

@@ -13,7 +13,7 @@ from megatron_dynmo import __main__ as command
 from megatron_dynmo import launch
 from megatron_dynmo.commands import run as run_command
 from megatron_dynmo.config import DynMoConfig
-from megatron_dynmo.errors import ConfigError, MigrationError, PatchError
+from megatron_dynmo.errors import ConfigError, DynMoError, MigrationError, PatchError
 
 # Runs a command with fake patches: the flags and the script are real, Megatron is not needed.
 WITHOUT_MEGATRON = """
@@ -239,8 +239,10 @@ class TestOneLine:
         assert leave.value.code == 2
         assert capsys.readouterr().err == "dynmo: error: 2 problems: - first; - second\n"
 
-    def test_a_failed_move_keeps_its_traceback(self):
-        with pytest.raises(MigrationError), launch.one_line_errors():
+    @pytest.mark.parametrize("mistakes", [(), (DynMoError,)])
+    def test_a_failed_move_keeps_its_traceback_on_every_rank(self, mistakes, monkeypatch):
+        monkeypatch.setenv("RANK", "1")
+        with pytest.raises(MigrationError), launch.one_line_errors(*mistakes):
             raise MigrationError("layer 3 is nowhere")
 
     @pytest.mark.parametrize(

@@ -1,0 +1,61 @@
+"""The layout of a checkpoint is found wherever Megatron will load it from."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+
+from megatron_dynmo.adapters.checkpoint import restore_layout
+
+
+def save(folder, iteration, layout):
+    """A checkpoint of one file a rank, as `--ckpt-format torch` writes it."""
+    ranks = folder / f"iter_{iteration:07d}" / "mp_rank_00_000"
+    ranks.mkdir(parents=True)
+    args = Namespace(num_layers=4, pipeline_model_parallel_layout=layout, dynmo_start_layout=None)
+    torch.save({"args": args, "model": torch.ones(2)}, ranks / "model_optim_rng.pt")
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+
+
+def arguments(load, **changed):
+    return Namespace(
+        **{
+            "load": str(load),
+            "num_layers": 4,
+            "pipeline_model_parallel_size": 2,
+            "pipeline_model_parallel_layout": None,
+            "non_persistent_ckpt_type": None,
+            "non_persistent_global_ckpt_dir": None,
+            **changed,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("iteration", "kind", "found"),
+    [
+        (6, "global", "Et*3|tL"),
+        (4, "global", "Et*3|tL"),  # as new: Megatron prefers it
+        (2, "global", "Et|t*3L"),
+        (6, None, "Et|t*3L"),
+    ],
+)
+def test_a_non_persistent_checkpoint_counts_where_it_is_not_older(tmp_path, iteration, kind, found):
+    save(tmp_path, 4, "Et|t*3L")
+    save(tmp_path / "non_persistent", iteration, "Et*3|tL")
+    args = arguments(tmp_path, non_persistent_ckpt_type=kind)
+    restore_layout(args)
+    assert args.pipeline_model_parallel_layout == found
+
+
+def test_the_number_of_layers_may_be_in_the_checkpoint_alone(tmp_path):
+    save(tmp_path, 4, "Et|t*3L")
+    args = arguments(tmp_path, num_layers=None)
+    restore_layout(args)
+    assert args.pipeline_model_parallel_layout == "Et|t*3L"
+
+
+def test_no_checkpoint_is_no_wish(tmp_path):
+    args = arguments(tmp_path)
+    restore_layout(args)
+    assert args.pipeline_model_parallel_layout is None
