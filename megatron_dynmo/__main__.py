@@ -35,6 +35,10 @@ COMMANDS = {
     "corpus": _Command(
         "megatron_dynmo.commands.corpus", "make a Megatron dataset and a tokenizer from text"
     ),
+    "doctor": _Command(
+        "megatron_dynmo.commands.doctor",
+        "say whether layers of a run with these Megatron arguments can be moved",
+    ),
     "plan": _Command(
         "megatron_dynmo.commands.plan",
         "find the best layout for measured costs or for Megatron's arguments",

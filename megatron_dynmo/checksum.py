@@ -11,7 +11,8 @@ from collections.abc import Iterable
 import torch
 
 _MULTIPLIER = 0x5851F42D4C957F2D  # odd, so that no position can cancel another's bits
-_BLOCK = 2**22
+# Words that are weighted at a time: on a CPU what stays in a core's cache, elsewhere few kernels.
+_CPU_BLOCK, _BLOCK = 2**16, 2**22
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
@@ -34,15 +35,24 @@ def _one(tensor: torch.Tensor) -> int:
     if flat.storage_offset() % 4:
         flat = flat.clone()  # a view as 32-bit words must start at a word
     whole = flat.numel() // 4 * 4
-    total = 0
-    words = flat[:whole].view(torch.int32)
-    for start in range(0, words.numel(), _BLOCK):
-        block = words[start : start + _BLOCK].to(torch.int64)
-        weights = torch.arange(start, start + block.numel(), device=flat.device) * 2 + 1
-        # Integer arithmetic wraps modulo 2**64, so the order of additions does not matter.
-        total = _wrap(total + int((block * weights).sum()))
+    total = _wrap(int(_weighted(flat[:whole].view(torch.int32))))
     for byte in flat[whole:].tolist():
         total = _wrap(total * _MULTIPLIER + byte)
+    return total
+
+
+def _weighted(words: torch.Tensor) -> torch.Tensor:
+    """Sum of all words, each times twice its index plus one, modulo 2**64; on their device."""
+    size = min(words.numel(), _CPU_BLOCK if words.device.type == "cpu" else _BLOCK)
+    weights = torch.arange(size, device=words.device) * 2 + 1
+    room = torch.empty(size, dtype=torch.int64, device=words.device)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), size or 1):
+        part = words[start : start + size]
+        # Integer arithmetic wraps modulo 2**64, so the order of additions does not matter.
+        wide = room[: part.numel()].copy_(part)
+        total += wide.sum() * (2 * start)
+        total += wide.mul_(weights[: part.numel()]).sum()
     return total
 
 

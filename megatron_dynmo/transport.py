@@ -2,14 +2,17 @@
 
 Tier: torch, not Megatron. One parcel is one layer's state. The sender offers it (a word and a
 JSON manifest that names every tensor with dtype and shape), the receiver makes room and answers,
-then the bytes go, coalesced into chunks. Either side can call the exchange off at its first word,
-so a failure on one side ends the other side's wait at once and leaves the link in order.
+then the bytes go: large tensors from and to where they lie, small ones coalesced. Several messages
+are under way at a time, so that the next one is packed while one is sent, and the last one unpacked
+while another arrives. Either side can call the exchange off at its first word, so a failure on one
+side ends the other side's wait at once and leaves the link in order.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +23,11 @@ import torch.distributed as dist
 
 from megatron_dynmo.errors import PeerGaveUp, PeerLost, TransportError
 
-CHUNK_BYTES = 64 * 2**20
+CHUNK_BYTES = 16 * 2**20
+# Copying this much into a message costs more than a message of its own.
+_ALONE_BYTES = 2**20
+# Messages under way at a time: of those that lie in their tensors, and with one in a room.
+_UNDER_WAY, _UNDER_WAY_IN_ROOMS = 8, 2
 _ALIGN_BYTES = 16  # every tensor starts aligned in its chunk: unaligned copies are slow
 # First words of both sides; odd numbers, so that a link out of step is noticed.
 _OFFERED, _ACCEPTED, _CALLED_OFF = 0x6F66666572, 0x616363657074, 0x63616C6C6F6666
@@ -54,7 +61,10 @@ class Transport:
         global_ranks: global rank of each member.
         device: where the group's collectives take their tensors.
         timeout_s: limit of one step; a peer that does not answer in it raises PeerLost.
-        chunk_bytes: size of a message, and the extra memory of a transfer on either side.
+        chunk_bytes: limit of a message. The extra memory of a transfer on either side is at most
+            two messages of small tensors; tensors of 1 MiB and more take none, unless they are
+            not contiguous (then a copy of one of them) or lie on another device (then they go
+            through the same two rooms).
     """
 
     def __init__(
@@ -91,8 +101,7 @@ class Transport:
         what = f"sending {parcel.label} to pp_rank {peer}"
         try:
             manifest = orjson.dumps({"tensors": _describe(parcel.tensors), "values": parcel.values})
-            chunks = list(_chunks(parcel.tensors, self._chunk_bytes))
-            room = self._room(chunks)
+            messages = self._messages(parcel.tensors)
         except Exception:
             with contextlib.suppress(TransportError):
                 self.call_off_sending(parcel.label, peer)
@@ -102,12 +111,14 @@ class Transport:
             self._send(torch.frombuffer(bytearray(manifest), dtype=torch.uint8), peer)
             if self._hear(peer)[0] == _CALLED_OFF:
                 raise PeerGaveUp(f"pp_rank {peer} did not take {parcel.label}")
-            for chunk in chunks:
-                packed = room[: chunk[-1].end]
-                for piece in chunk:
-                    source = _bytes_of(parcel.tensors[piece.name])
-                    packed[piece.start : piece.end].copy_(source[piece.offset : piece.stop])
-                self._send(packed, peer)
+            under_way: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
+            for message in messages:
+                while len(under_way) >= message.max_under_way:
+                    self._wait(under_way.popleft()[0])
+                filled = message.packed(parcel.tensors)
+                under_way.append((self._start_sending(filled, peer), filled))
+            while under_way:
+                self._wait(under_way.popleft()[0])
 
     def receive(
         self,
@@ -152,20 +163,29 @@ class Transport:
                 for name, dtype, shape in described
             }
             parcel = Parcel(label, tensors, values)
-            chunks = list(_chunks(tensors, self._chunk_bytes))
-            room = self._room(chunks)
+            messages = self._messages(tensors)
         except Exception:
             with contextlib.suppress(TransportError), self._link(what, peer):
                 self._say(peer, _CALLED_OFF)
             raise
         with self._link(what, peer):
             self._say(peer, _ACCEPTED)
-            for chunk in chunks:
-                packed = self._receive(room[: chunk[-1].end], peer)
-                for piece in chunk:
-                    target = _bytes_of(parcel.tensors[piece.name])
-                    target[piece.offset : piece.stop].copy_(packed[piece.start : piece.end])
+            under_way: deque[tuple[dist.Work | None, _Message, torch.Tensor]] = deque()
+            for message in messages:
+                while len(under_way) >= message.max_under_way:
+                    self._take(*under_way.popleft(), parcel)
+                arriving = message.buffer(tensors)
+                under_way.append((self._start_receiving(arriving, peer), message, arriving))
+            while under_way:
+                self._take(*under_way.popleft(), parcel)
         return parcel
+
+    def _take(
+        self, work: dist.Work | None, message: _Message, arrived: torch.Tensor, parcel: Parcel
+    ) -> None:
+        """Wait for a message and put its bytes where they belong."""
+        self._wait(work)
+        message.unpack(arrived, parcel.tensors)
 
     def call_off_sending(self, label: str, peer: int) -> None:
         """Take the place of `send` when this side has failed; the peer's `receive` ends at once.
@@ -209,19 +229,39 @@ class Transport:
             raise RuntimeError(f"the link is out of step: {heard}")
         return heard
 
+    def _messages(self, tensors: Mapping[str, torch.Tensor]) -> list[_Message]:
+        """What the tensors travel in, the same on both sides but for the rooms."""
+        chunks = list(_chunks(tensors, self._chunk_bytes))
+        packed = [chunk for chunk in chunks if not self._goes_alone(chunk, tensors)]
+        room = self._room(packed)
+        rooms = [room, self._room(packed) if len(packed) > 1 else room]
+        return [
+            _Message(chunk, None if self._goes_alone(chunk, tensors) else rooms[number % 2])
+            for number, chunk in enumerate(chunks)
+        ]
+
+    def _goes_alone(self, chunk: Sequence[_Piece], tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a message can be sent from, or received into, the tensor itself."""
+        tensor = tensors[chunk[0].name]
+        return len(chunk) == 1 and tensor.is_contiguous() and tensor.device == self._device
+
     def _room(self, chunks: Sequence[Sequence[_Piece]]) -> torch.Tensor:
         """Memory for the largest of some chunks."""
         size = max((chunk[-1].end for chunk in chunks), default=0)
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _send(self, tensor: torch.Tensor, peer: int) -> None:
-        work = dist.isend(tensor.to(self._device), self._ranks[peer], group=self._group)
-        self._wait(work)
+        self._wait(self._start_sending(tensor.to(self._device), peer))
 
     def _receive(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
-        work = dist.irecv(tensor, self._ranks[peer], group=self._group)
-        self._wait(work)
+        self._wait(self._start_receiving(tensor, peer))
         return tensor
+
+    def _start_sending(self, tensor: torch.Tensor, peer: int) -> dist.Work | None:
+        return dist.isend(tensor, self._ranks[peer], group=self._group)
+
+    def _start_receiving(self, tensor: torch.Tensor, peer: int) -> dist.Work | None:
+        return dist.irecv(tensor, self._ranks[peer], group=self._group)
 
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None, "this rank is not in the group"
@@ -253,16 +293,63 @@ class _Piece:
     end: int
 
 
+@dataclass(frozen=True)
+class _Message:
+    """One message: pieces, and the room they are packed in; None when a tensor's own bytes go."""
+
+    pieces: list[_Piece]
+    room: torch.Tensor | None
+
+    @property
+    def max_under_way(self) -> int:
+        """Messages that may be under way, this one included, if nothing is to be overwritten."""
+        return _UNDER_WAY if self.room is None else _UNDER_WAY_IN_ROOMS
+
+    def packed(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The bytes to send."""
+        buffer = self.buffer(tensors)
+        if self.room is not None:
+            for piece in self.pieces:
+                source = _bytes_of(tensors[piece.name])
+                buffer[piece.start : piece.end].copy_(source[piece.offset : piece.stop])
+        return buffer
+
+    def buffer(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Where the bytes of the message lie while they travel."""
+        if self.room is not None:
+            return self.room[: self.pieces[-1].end]
+        (piece,) = self.pieces
+        return _bytes_of(tensors[piece.name])[piece.offset : piece.stop]
+
+    def unpack(self, arrived: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put received bytes into the tensors; nothing to do where they arrived in one."""
+        if self.room is not None:
+            for piece in self.pieces:
+                target = _bytes_of(tensors[piece.name])
+                target[piece.offset : piece.stop].copy_(arrived[piece.start : piece.end])
+
+
 def _describe(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, str, list[int]]]:
     return [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
 
 
 def _chunks(tensors: Mapping[str, torch.Tensor], chunk_bytes: int) -> Iterator[list[_Piece]]:
-    """Cut the tensors, in order, into messages of at most `chunk_bytes`; the same on both sides."""
-    chunk: list[_Piece] = []
-    used = 0
+    """Cut the tensors into messages of at most `chunk_bytes`; the same on both sides.
+
+    Pieces of large tensors come first and each by itself, then everything small, in order.
+    """
+    alone_bytes = min(_ALONE_BYTES, chunk_bytes)
+    small = []
     for name, tensor in tensors.items():
         total, offset = tensor.numel() * tensor.element_size(), 0
+        while total - offset >= alone_bytes:
+            size = min(total - offset, chunk_bytes)
+            yield [_Piece(name, offset, offset + size, 0, size)]
+            offset += size
+        small.append((name, offset, total))
+    chunk: list[_Piece] = []
+    used = 0
+    for name, offset, total in small:
         while offset < total:
             if used >= chunk_bytes:
                 yield chunk

@@ -38,6 +38,13 @@ def _set(name: str, *off: Any) -> Callable[[Namespace], bool]:
     return lambda args: getattr(args, name, None) not in neutral
 
 
+def _shards_weights(args: Namespace) -> bool:
+    """Whether weights are cut finer than by tensor parallelism, before or after validation."""
+    shards = getattr(args, "tensor_parallel_num_weight_shards", None)
+    tp_size = getattr(args, "tensor_model_parallel_size", 1)
+    return getattr(args, "gtp_weight_remat_size", 1) > 1 or (shards or tp_size) > tp_size
+
+
 UNSUPPORTED = (
     Unsupported(
         "--cuda-graph-impl",
@@ -111,7 +118,7 @@ UNSUPPORTED = (
     ),
     Unsupported(
         "--tensor-parallel-num-weight-shards",
-        _set("gtp_weight_remat_size", 1),
+        _shards_weights,
         "chains of sharded weights are made once, for the layers of the start",
     ),
     Unsupported(
@@ -200,39 +207,40 @@ def require_movable(args: Namespace) -> None:
         raise ConfigError(f"--dynmo-mode balance cannot move layers with {listed}. {REMEDY}")
 
 
-def require_legal_split(args: Namespace) -> None:
+def require_legal_split(args: Namespace) -> LayerLayout | None:
     """Refuse a split of the layers that Megatron would drop layers from or stop at, and offer one.
+
+    Returns:
+        The split; None with one stage, and where it is left to Megatron's own arithmetic.
 
     Raises:
         LayoutError: Layers do not divide over the stages; the text offers a layout that works.
     """
     stages = args.pipeline_model_parallel_size
     if stages < 2 or getattr(args, "hybrid_layer_pattern", None) or not args.num_layers:
-        return
+        return None
     if args.pipeline_model_parallel_layout is not None:
         _refuse_second_way(args)
-        LayerLayout.from_megatron(
+        return LayerLayout.from_megatron(
             args.pipeline_model_parallel_layout,
             num_layers=args.num_layers,
             num_stages=stages,
         )
-        return
     if args.account_for_embedding_in_pipeline_split or args.account_for_loss_in_pipeline_split:
-        return  # Megatron's own arithmetic and message
+        return None  # Megatron's own arithmetic and message
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     virtual = _virtual_stages(args, stages)
     if virtual is None:
-        return
+        return None
     if first is not None or last is not None:
-        LayerLayout.first_last(
+        return LayerLayout.first_last(
             args.num_layers,
             stages,
             first_num_layers=first,
             last_num_layers=last,
             virtual_stages=virtual,
         )
-    else:
-        LayerLayout.even(args.num_layers, stages, virtual_stages=virtual)
+    return LayerLayout.even(args.num_layers, stages, virtual_stages=virtual)
 
 
 def _refuse_second_way(args: Namespace) -> None:

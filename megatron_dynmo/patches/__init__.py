@@ -1,6 +1,6 @@
 """The monkey-patches of Megatron, declared as data; behaviour is in adapters and the controller.
 
-Imported only by `megatron_dynmo.enable` and by `dynmo patches`.
+Imported only by `megatron_dynmo.enable`, `dynmo patches` and `dynmo doctor`.
 """
 
 from __future__ import annotations

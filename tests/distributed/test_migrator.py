@@ -3,6 +3,7 @@
 import itertools
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from megatron_dynmo.consensus import Consensus
 from megatron_dynmo.errors import DynMoError, MigrationError
 from megatron_dynmo.layout import LayerLayout
 from megatron_dynmo.migrator import Migrator, MoveRefused
-from megatron_dynmo.plan import build_plan
-from megatron_dynmo.transport import Transport
+from megatron_dynmo.plan import LayerMove, build_plan
+from megatron_dynmo.transport import Parcel, Transport
 from tests.distributed.memory_stage import STEPS, MemoryStage, new_layer
 from tests.ranks import RanksFailed, run_ranks
 
@@ -61,6 +62,47 @@ def test_a_walk_through_layouts_conserves_every_number():
     for row in rows[0]:
         assert row["bytes"] == sum(4 * (7 + 3 * layer) for layer in row["layers"])
     assert [row["layers"] for row in rows[0]] == [(2, 3), (5,), (1,), (1, 2, 3, 4, 5, 6), (4, 5, 6)]
+
+
+class _Meeting(MemoryStage):
+    """Rank 0 gives its layer away only once rank 3 has received one."""
+
+    def __init__(self, rank: int, layout: LayerLayout, sign: Path) -> None:
+        super().__init__(rank, layout)
+        self.sign = sign
+
+    def accept(self, move: LayerMove, parcel: Parcel) -> None:
+        super().accept(move, parcel)
+        if self.rank == 3:
+            self.sign.touch()
+
+
+def _disjoint(rank: int, world_size: int, folder: str) -> list[int]:
+    old, new = (
+        LayerLayout.from_megatron(text, num_layers=6, num_stages=4)
+        for text in ("Ett|t|tt|tL", "Et|tt|t|ttL")
+    )
+    stage = _Meeting(rank, old, Path(folder) / "received")
+    group = torch.distributed.new_group(range(4))
+    transport = Transport(group, range(4), torch.device("cpu"))
+    if rank == 0:
+        send = transport.send
+
+        def send_later(*args) -> None:
+            deadline = time.monotonic() + 30
+            while not stage.sign.exists():
+                assert time.monotonic() < deadline, "the pair 2, 3 waits for the pair 0, 1"
+                time.sleep(0.01)
+            send(*args)
+
+        transport.send = send_later
+    Migrator(rank, stage, transport, Consensus(torch.device("cpu"))).migrate(build_plan(old, new))
+    return sorted(stage.held)
+
+
+def test_pairs_of_ranks_that_share_none_move_at_the_same_time(tmp_path):
+    held = run_ranks(_disjoint, 4, str(tmp_path), timeout_s=60)
+    assert held == [[1], [2, 3], [4], [5, 6]]
 
 
 # Faults that strike before anything has changed, and those that strike afterwards.

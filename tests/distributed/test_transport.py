@@ -95,6 +95,55 @@ def test_every_byte_arrives_whatever_the_dtype_shape_and_chunk():
     assert run_ranks(_exchange, 2) == [fine, fine]
 
 
+class _CountedRooms(Transport):
+    """Remembers what it made room for."""
+
+    def _room(self, chunks):
+        room = super()._room(chunks)
+        self.rooms = [*getattr(self, "rooms", []), room.numel()]
+        return room
+
+
+def test_extra_memory_is_two_messages_of_what_is_small():
+    """Tensors of a message or more travel from and to where they lie."""
+    transport = _CountedRooms(None, (0, 1), torch.device("cpu"), chunk_bytes=1000)
+    large = torch.zeros(5, 1001)
+    small = {f"small {n}": torch.zeros(n, dtype=torch.uint8) for n in range(1, 60)}
+    messages = transport._messages({"large": large, **small})
+    inside = [m for m in messages if m.room is None]
+    assert sum(m.pieces[0].stop - m.pieces[0].offset for m in inside) == 20 * 1000
+    (start,) = {m.buffer({"large": large}).untyped_storage().data_ptr() for m in inside}
+    assert start == large.data_ptr()
+    assert len(transport.rooms) == 2 and max(transport.rooms) <= 1000 + 16
+    transport.rooms = []
+    packed = transport._messages({"transposed": large.t()})
+    assert len(packed) == 21 and all(m.room is not None for m in packed)
+    assert transport.rooms == [1000, 1000]
+    assert packed[0].room is not packed[1].room and packed[0].room is packed[2].room
+
+
+def _all_kinds(rank: int, world_size: int) -> list[bool]:
+    """Messages of real size: several of one tensor, and contiguous tensors filled by packing."""
+    transport = make_transport(rank, chunk_bytes=3 * 2**20)
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        "many": torch.randn(2_700_001, generator=generator),
+        "one": torch.randn(300_000, generator=generator),
+        "transposed": torch.randn(1500, 900, generator=generator).t(),
+        **{f"small {n}": torch.randn(n * 1000, generator=generator) for n in range(1, 90)},
+    }
+    if rank == 0:
+        transport.send(Parcel("layer 3", tensors), 1)
+        return []
+    into = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
+    got = transport.receive("layer 3", 0, into)
+    return [name for name, tensor in tensors.items() if not torch.equal(got.tensors[name], tensor)]
+
+
+def test_messages_that_overlap_arrive_in_order():
+    assert run_ranks(_all_kinds, 2) == [[], []]
+
+
 MISFITS = {
     "wrong shape": (
         {"weight": torch.zeros(2, 3)},

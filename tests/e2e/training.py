@@ -116,5 +116,5 @@ def digests(model: list[Any], optimizer: Any) -> dict[str, dict[str, str]]:
 def _digest(tensor: Any) -> str:
     import torch
 
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(raw.tobytes()).hexdigest()

@@ -115,7 +115,7 @@ def test_blocks_of_a_long_tensor_join_seamlessly(monkeypatch):
     data = torch.randn(1000, generator=torch.Generator().manual_seed(2))
     whole = checksum([data])
     for block in (1, 7, 64, 999, 1000):
-        monkeypatch.setattr(module, "_BLOCK", block)
+        monkeypatch.setattr(module, "_CPU_BLOCK", block)
         assert checksum([data]) == whole
 
 

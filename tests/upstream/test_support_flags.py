@@ -20,7 +20,8 @@ def value_of(action: argparse.Action) -> list[str]:
         return []
     if action.choices:
         return [str(next(c for c in reversed(list(action.choices)) if c != action.default))]
-    return ["1"]
+    # Two: one weight shard is no more than one tensor-parallel rank has.
+    return ["2"]
 
 
 def test_a_run_with_defaults_is_refused_nothing(parser):
@@ -31,8 +32,6 @@ def test_a_run_with_defaults_is_refused_nothing(parser):
 def test_the_flag_is_megatrons_and_turns_on_this_refusal_alone(parser, feature):
     (action,) = [a for a in parser._actions if feature.flag in a.option_strings]
     args = parser.parse_args([feature.flag, *value_of(action)])
-    if feature.flag == "--tensor-parallel-num-weight-shards":
-        args.gtp_weight_remat_size = 2  # derived when Megatron validates its arguments
     assert [found.flag for found in refusals(args)] == [feature.flag]
 
 
