@@ -1,7 +1,8 @@
-"""A digest of parameters and optimizer state that does not depend on who holds what.
+"""A digest of parameters, buffers and optimizer state that does not depend on who holds what.
 
-Equal digests mean equal bits in every parameter, master copy and moment, whatever the layout, and
-with or without the distributed optimizer.
+Equal digests mean equal bits in every parameter, persistent buffer (the router bias of an MoE
+layer, say), master copy and moment, whatever the layout, and with or without the distributed
+optimizer.
 """
 
 from __future__ import annotations
@@ -60,29 +61,48 @@ def _merge(rows: list[torch.Tensor]) -> str:
     return hashlib.sha256(b"".join(distinct)).hexdigest()
 
 
-def _units(
-    stage: MegatronStage,
-) -> Iterator[tuple[str, list[tuple[str, torch.nn.Parameter]]]]:
-    """The units of this rank in a fixed order, each with its parameters sorted by name."""
+def _units(stage: MegatronStage) -> Iterator[tuple[str, list[tuple[str, torch.Tensor]]]]:
+    """The units of this rank in a fixed order, each with its tensors sorted by name."""
+    in_layers: set[torch.Tensor] = set()
     for number, layer in sorted(stage.layers().items()):
-        yield str(number), sorted(layer.named_parameters())
-    ends: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}
-    for name, param in stage.parameters_outside_layers():
+        buffers = list(_persistent_buffers(layer))
+        in_layers.update(buffer for _, buffer in buffers)
+        yield str(number), sorted([*layer.named_parameters(), *buffers], key=_name_of)
+    ends: dict[str, list[tuple[str, torch.Tensor]]] = {}
+    outside = [
+        named
+        for chunk in stage.chunks
+        for named in _persistent_buffers(chunk.core)
+        if named[1] not in in_layers
+    ]
+    for name, tensor in (*stage.parameters_outside_layers(), *outside):
         unit = EMBEDDING if name.startswith("embedding.") else OUTPUT
-        ends.setdefault(unit, []).append((name, param))
+        ends.setdefault(unit, []).append((name, tensor))
     for unit in (EMBEDDING, OUTPUT):
         if unit in ends:
-            yield unit, sorted(ends[unit])
+            yield unit, sorted(ends[unit], key=_name_of)
 
 
-def _hash(named: list[tuple[str, torch.nn.Parameter]], codec: StateCodec) -> bytes:
+def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that a checkpoint would hold; the others are made anew in every iteration."""
+    saved = module.state_dict(keep_vars=True)
+    return ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
+
+
+def _name_of(named: tuple[str, torch.Tensor]) -> str:
+    return named[0]
+
+
+def _hash(named: list[tuple[str, torch.Tensor]], codec: StateCodec) -> bytes:
     sha = hashlib.sha256()
-    for name, param in named:
+    for name, tensor in named:
         sha.update(name.encode())
-        sha.update(_raw(param))
-        for key, tensor in _full_state(param, codec):
+        sha.update(_raw(tensor))
+        if not isinstance(tensor, torch.nn.Parameter):
+            continue
+        for key, value in _full_state(tensor, codec):
             sha.update(key.encode())
-            sha.update(_raw(tensor))
+            sha.update(_raw(value))
     return sha.digest()
 
 
