@@ -29,6 +29,19 @@ from megatron.core.utils import get_model_config
 
 from megatron_dynmo.errors import ConfigError
 
+# What Megatron puts into the config only when training starts. Through them it reaches the whole
+# model and its process groups, and some layers copy their config in depth.
+_SET_BY_TRAINING = (
+    "timers",
+    "finalize_model_grads_func",
+    "grad_scale_func",
+    "moe_grad_scale_func",
+    "mtp_grad_scale_func",
+    "no_sync_func",
+    "grad_sync_func",
+    "param_sync_func",
+)
+
 
 @dataclass(frozen=True)
 class ModelChunk:
@@ -148,18 +161,21 @@ def build_layer(chunk: ModelChunk, spec: ModuleSpec, layer_number: int, pp_rank:
     """
     block = chunk.block
     config: TransformerConfig = block.config
-    layer_config = (
-        config.get_config_for_layer(layer_number) if config.heterogeneous_block_specs else config
-    )
     offset = get_transformer_layer_offset(config, block.vp_stage, pp_rank)
-    with _no_initialization(layer_config), _quantization(layer_config, layer_number):
-        layer = build_module(
-            spec,
-            config=layer_config,
-            layer_number=layer_number - offset,
-            pg_collection=block.pg_collection,
-            vp_stage=block.vp_stage,
+    with _as_before_training(config):
+        layer_config = (
+            config.get_config_for_layer(layer_number)
+            if config.heterogeneous_block_specs
+            else config
         )
+        with _no_initialization(layer_config), _quantization(layer_config, layer_number):
+            layer = build_module(
+                spec,
+                config=layer_config,
+                layer_number=layer_number - offset,
+                pg_collection=block.pg_collection,
+                vp_stage=block.vp_stage,
+            )
     assert layer.layer_number == layer_number, (layer.layer_number, layer_number)
     layer.to(device=_device_of(chunk.core))
     if chunk.dtype is not None:
@@ -208,6 +224,19 @@ def _device_of(module: torch.nn.Module) -> torch.device:
         return parameter.device
     current = torch.cuda.current_device()
     return current if isinstance(current, torch.device) else torch.device("cuda", current)
+
+
+@contextlib.contextmanager
+def _as_before_training(config: TransformerConfig) -> Iterator[None]:
+    """Leave out of a config, for a while, what it did not hold when Megatron built its layers."""
+    held = {name: getattr(config, name) for name in _SET_BY_TRAINING if hasattr(config, name)}
+    for name in held:
+        setattr(config, name, None)
+    try:
+        yield
+    finally:
+        for name, value in held.items():
+            setattr(config, name, value)
 
 
 @contextlib.contextmanager
