@@ -131,6 +131,16 @@ CELLS = (
         "fp32, PP 2, MoE with expert bias, a dense layer between",
         *(2, 2, (*MOE, *BIAS, "--moe-layer-freq", "[1,0,1,1]")),
     ),
+    Configuration(
+        "fp32, PP 2, MoE with quantile balancing",
+        2,
+        2,
+        (
+            *MOE,
+            *("--moe-router-score-function", "sigmoid"),
+            *("--moe-router-load-balancing-type", "quantile_balancing"),
+        ),
+    ),
     Configuration("fp32, PP 2 x 2 virtual stages", 2, 2, layers=8, virtual=2),
     Configuration(
         "bf16 distributed optimizer, overlap, PP 2 x DP 2, 2 virtual stages",
