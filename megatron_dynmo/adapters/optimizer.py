@@ -137,6 +137,8 @@ def _moment_keys(optimizer: Any) -> tuple[str, ...]:
     config = getattr(optimizer, "config", None)
     if config is not None and config.optimizer == "sgd":
         return ("momentum_buffer",)
+    if config is not None and config.optimizer == "muon":
+        return ("momentum_buffer", "exp_avg", "exp_avg_sq")  # the last two where Adam helps out
     return ("exp_avg", "exp_avg_sq")
 
 

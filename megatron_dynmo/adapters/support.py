@@ -45,6 +45,15 @@ def _shards_weights(args: Namespace) -> bool:
     return getattr(args, "gtp_weight_remat_size", 1) > 1 or (shards or tp_size) > tp_size
 
 
+def _has_unknown_optimizer(args: Namespace) -> bool:
+    known = (
+        ("adam", "sgd", None)
+        if _set("use_distributed_optimizer")(args)
+        else ("adam", "sgd", "muon", None)
+    )
+    return getattr(args, "optimizer", None) not in known
+
+
 UNSUPPORTED = (
     Unsupported(
         "--cuda-graph-impl",
@@ -138,8 +147,10 @@ UNSUPPORTED = (
     ),
     Unsupported(
         "--optimizer",
-        _set("optimizer", "adam", "sgd"),
-        "only the state of Adam and SGD is known how to be moved",
+        _has_unknown_optimizer,
+        "only the state of Adam, SGD and, without --use-distributed-optimizer, Muon is known how "
+        "to be moved: with it Muon deals whole matrices out to data-parallel ranks by all that a "
+        "stage holds",
     ),
     Unsupported(
         "--overlap-param-gather-with-optimizer-step",

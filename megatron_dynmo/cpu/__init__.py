@@ -13,6 +13,7 @@ def cpu_specs() -> tuple[PatchSpec, ...]:
     They need no other patch set, and none of this package's flags: with `cpu.arguments` they are
     all that stock Megatron needs to train on a CPU. Imports torch and Megatron.
     """
+    from megatron_dynmo.cpu.context_parallel import context_parallel_specs
     from megatron_dynmo.cpu.cuda_api import cuda_api_specs
     from megatron_dynmo.cpu.factories import factory_specs
     from megatron_dynmo.cpu.megatron_seams import seam_specs
@@ -24,5 +25,6 @@ def cpu_specs() -> tuple[PatchSpec, ...]:
         *cuda_api_specs(),
         *tensor_type_specs(),
         *seam_specs(),
+        *context_parallel_specs(),
         *wheel_fixes.specs(),
     )

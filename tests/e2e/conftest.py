@@ -3,6 +3,7 @@
 import pytest
 
 from scripts.results import write_results
+from tests.e2e import matrix_document
 
 
 @pytest.fixture(scope="session")
@@ -11,3 +12,11 @@ def parity_results():
     rows = []
     yield rows
     write_results("parity", "real", "make test-matrix", rows)
+
+
+@pytest.fixture(scope="session")
+def matrix_results():
+    """Collect the rows of the random moves and write them, and their document, at the end."""
+    rows = []
+    yield rows
+    matrix_document.write(rows)

@@ -23,12 +23,14 @@ class Cell:
         ranks: processes.
         flags: Megatron's flags beside those of the tiny model.
         moves: text of --dynmo-force-layout.
+        iterations: length of the run.
     """
 
     name: str
     ranks: int
     flags: tuple[str, ...]
     moves: str
+    iterations: int = ITERATIONS
 
     @property
     def num_moves(self) -> int:
@@ -60,9 +62,9 @@ def train(cell: Cell, moves: str, log_dir: Path, *extra: str) -> Trace:
         cell.ranks,
         *TINY_GPT,
         "--train-iters",
-        str(ITERATIONS),
+        str(cell.iterations),
         "--lr-decay-iters",
-        str(ITERATIONS),
+        str(cell.iterations),
         "--clip-grad",
         "1.0",
         *cell.flags,
@@ -74,6 +76,7 @@ def train(cell: Cell, moves: str, log_dir: Path, *extra: str) -> Trace:
         moves,
         *extra,
         timeout_s=240,
+        log_dir=log_dir / "ranks",
     )
     return read_trace(log_dir)
 
@@ -103,13 +106,13 @@ def compare(cell: Cell, folder: Path, *extra: str) -> dict[str, Any]:
     The unmoved twin is told to move after its last iteration, so that both run the same code.
     """
     last = cell.moves.rpartition(";")[2].partition(":")[2]
-    still = train(cell, f"{ITERATIONS + 1}:{last}", folder / "still", *extra)
+    still = train(cell, f"{cell.iterations + 1}:{last}", folder / "still", *extra)
     moved = train(cell, cell.moves, folder / "moved", *extra)
-    assert sorted(still.losses) == list(range(1, ITERATIONS + 1))
+    assert sorted(still.losses) == list(range(1, cell.iterations + 1))
     assert not still.migrations and len(moved.migrations) == cell.num_moves
     return {
         "cell": cell.name,
         "moves": len(moved.migrations),
         "loss_equal": still.losses == moved.losses and still.grad_norms == moved.grad_norms,
-        "digests_equal": still.digests == moved.digests and len(moved.digests) == ITERATIONS,
+        "digests_equal": still.digests == moved.digests and len(moved.digests) == cell.iterations,
     }

@@ -21,7 +21,7 @@ QUIET = {
 # What turns a feature on, where it is not an argument of the flag's name that is True.
 ON = {
     "--cuda-graph-impl": {"cuda_graph_impl": "local"},
-    "--optimizer": {"optimizer": "muon"},
+    "--optimizer": {"optimizer": "lion"},
     "--cpu-offloading-num-layers": {"cpu_offloading_num_layers": 2},
     "--hybrid-layer-pattern": {"hybrid_layer_pattern": "M-M*"},
     "--logits-load-dir": {"logits_load_dir": "folder"},
@@ -38,6 +38,7 @@ def features(**on) -> Namespace:
 def test_nothing_is_refused_of_a_plain_run():
     require_movable(features())
     require_movable(features(optimizer="sgd"))
+    require_movable(features(optimizer="muon"))
     require_movable(Namespace())  # an older Megatron may lack some arguments
 
 
@@ -59,6 +60,14 @@ def test_all_features_are_named_at_once():
         require_movable(args)
     found = [feature.flag for feature in UNSUPPORTED if f"{feature.flag}: " in str(error.value)]
     assert found == ["--use-megatron-fsdp", "--optimizer-cpu-offload", "--optimizer"]
+
+
+def test_muon_is_refused_beside_the_distributed_optimizer():
+    with pytest.raises(ConfigError, match=r"--optimizer: .* without --use-distr"):
+        require_movable(features(optimizer="muon", use_distributed_optimizer=True))
+    with pytest.raises(ConfigError, match="--optimizer: "):
+        require_movable(features(optimizer="dist_muon"))
+    require_movable(features(optimizer="adam", use_distributed_optimizer=True))
 
 
 def test_the_features_that_the_issue_of_moves_names_are_there():
