@@ -136,7 +136,9 @@ class _Session:
             config, run, self._layout, None if memory is None else consensus.least(memory)
         )
         self._consensus = consensus
-        transport = Transport(topology.pp_group, topology.pp_global_ranks, run.device)
+        transport = Transport(
+            topology.pp_group, topology.pp_global_ranks, run.device, timeout_s=run.timeout_s
+        )
         self._migrator = Migrator(topology.pp_rank, run.stage, transport, consensus)
         self._layer_rng = run.make_layer_rng() if config.layer_rng else None
         self._reporter.say(
