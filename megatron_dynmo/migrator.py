@@ -31,7 +31,7 @@ class MoveRefused(MigrationError):
     """A move failed before anything changed: the old layout is in force and training can go on."""
 
 
-class _Ended(MigrationError):
+class FailedAlone(MigrationError):
     """This rank has failed where it cannot tell the others but by ending."""
 
 
@@ -276,7 +276,7 @@ class Migrator:
                 if is_collective:
                     # The others may wait inside it, where no agreement of ours can reach them:
                     # this rank ends, and with it their wait and the job.
-                    raise _Ended(
+                    raise FailedAlone(
                         f"moving {plan.old} to {plan.new} failed in {phase} on this rank, {what}. "
                         f"{others}"
                     ) from error
@@ -300,7 +300,7 @@ class Migrator:
         error: Exception | None = None
         try:
             body()
-        except _Ended:
+        except FailedAlone:
             raise
         except Exception as caught:
             logger.debug("%s failed", phase, exc_info=True)
