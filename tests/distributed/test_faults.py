@@ -46,7 +46,7 @@ STEP = {
 }
 PATIENT_S, IMPATIENT_S = 30.0, 3.0
 # Beyond the limit: for the machine to notice, and for the sleeper to wake.
-SLACK_S = 10.0
+SLACK_S = 20.0
 
 
 class _Ends(Exception):

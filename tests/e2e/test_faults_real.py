@@ -23,7 +23,7 @@ ITERATIONS = 6
 FLAGS = (
     *("--pipeline-model-parallel-size", "2", "--bf16", "--use-distributed-optimizer"),
     *("--overlap-grad-reduce", "--overlap-param-gather", "--clip-grad", "1.0"),
-    *("--train-iters", str(ITERATIONS), "--distributed-timeout-minutes", "1"),
+    *("--train-iters", str(ITERATIONS), "--distributed-timeout-minutes", "2"),
     *("--dynmo-digest-interval", "1"),
 )
 WORLD = {REAL: 2, REAL_DP: 4}
@@ -108,7 +108,7 @@ def _train(run: str, fault, moves: str, folder):
         *FLAGS,
         *("--dynmo-force-layout", moves, "--dynmo-log-dir", str(folder)),
         log_dir=folder / "ranks",
-        timeout_s=150,
+        timeout_s=200,
     )
     return read_trace(folder)
 
