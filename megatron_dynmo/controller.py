@@ -138,7 +138,9 @@ class _Session:
         )
         self._has_learned = False
         self._consensus = consensus
-        transport = Transport(topology.pp_group, topology.pp_global_ranks, run.device)
+        transport = Transport(
+            topology.pp_group, topology.pp_global_ranks, run.device, timeout_s=run.timeout_s
+        )
         self._migrator = Migrator(topology.pp_rank, run.stage, transport, consensus)
         self._layer_rng = run.make_layer_rng() if config.layer_rng else None
         self._reporter.say(

@@ -31,6 +31,10 @@ class MoveRefused(MigrationError):
     """A move failed before anything changed: the old layout is in force and training can go on."""
 
 
+class FailedAlone(MigrationError):
+    """This rank has failed where it cannot tell the others but by ending."""
+
+
 class Stage(Protocol):
     """One rank's side of a move.
 
@@ -44,10 +48,19 @@ class Stage(Protocol):
         """The layers held now, by layer_number."""
 
     def prepare(self, plan: MigrationPlan) -> None:
-        """Make the running model readable and build empty layers for what arrives.
+        """Build empty layers for what arrives, once nothing else uses the model.
+
+        What can fail on one rank alone belongs here and not into `settle`.
 
         Collective:
-            All ranks of the world; data-parallel peers gather parameters.
+            All ranks of the world, to end what they began together before (a checkpoint).
+        """
+
+    def settle(self) -> None:
+        """Make the running model readable; every rank has prepared.
+
+        Collective:
+            Data-parallel peers gather parameters.
         """
 
     def parcel(self, layer_number: int) -> Parcel:
@@ -69,20 +82,22 @@ class Stage(Protocol):
         """
 
     def rebuild(self) -> None:
-        """Make the optimizer fit what is held now and give it back its state.
+        """Make the optimizer fit what is held now; it may lose all state.
 
         Collective:
             All ranks of the world.
         """
 
+    def restore(self) -> None:
+        """Give the optimizer back its state; talks to no other rank."""
+
     def fingerprints(self) -> dict[str, int]:
         """Checksum of every unit of state held now: each layer (`layer 3`) and the rest."""
 
     def check_ownership(self, layout: LayerLayout) -> None:
-        """Raise ConservationError unless the pipeline holds exactly this layout.
+        """Raise ConservationError unless this rank holds exactly its part of a layout.
 
-        Collective:
-            All ranks of the pipeline group.
+        Talks to no other rank: when every rank holds its part, each layer is held once.
         """
 
 
@@ -133,26 +148,31 @@ class Migrator:
             MigrationError: A rank failed later; the text says what each rank holds. Training must
                 not go on.
         """
-        self._consensus.require_same(f"{plan.old}>{plan.new}", "migration plan")
+        with self._heard_by_all(plan, "the beginning"):
+            self._consensus.require_same(f"{plan.old}>{plan.new}", "migration plan")
         started = time.perf_counter()
         timings: dict[str, float] = {}
         expected: dict[str, int] = {}
         sent = [0]
-        self._reversible(plan, "prepare", timings, lambda: self._prepare(plan, expected))
+        self._reversible(plan, "prepare", timings, lambda: self._stage.prepare(plan))
+        # Agreed in between: a rank that fails alone must not be missing where others gather.
+        self._reversible(plan, "prepare", timings, lambda: self._settle(expected))
         self._reversible(plan, "transfer", timings, lambda: self._transfer(plan, expected, sent))
         self._final(plan, "commit", timings, lambda: self._stage.commit(plan))
-        self._final(plan, "rebuild", timings, self._stage.rebuild)
+        self._final(plan, "rebuild", timings, self._stage.rebuild, is_collective=True)
+        self._final(plan, "rebuild", timings, self._stage.restore)
         self._final(plan, "verify", timings, lambda: self._verify(plan, expected))
-        return MigrationReport(
-            layer_numbers=plan.layer_numbers,
-            num_bytes=self._consensus.total(sent[0]),
-            # Decisions rest on it, so every rank must have the same number.
-            duration_ms=self._consensus.slowest((time.perf_counter() - started) * 1e3),
-            phase_ms=timings,
-        )
+        with self._heard_by_all(plan, "the end"):
+            return MigrationReport(
+                layer_numbers=plan.layer_numbers,
+                num_bytes=self._consensus.total(sent[0]),
+                # Decisions rest on it, so every rank must have the same number.
+                duration_ms=self._consensus.slowest((time.perf_counter() - started) * 1e3),
+                phase_ms=timings,
+            )
 
-    def _prepare(self, plan: MigrationPlan, expected: dict[str, int]) -> None:
-        self._stage.prepare(plan)
+    def _settle(self, expected: dict[str, int]) -> None:
+        self._stage.settle()
         expected.update(self._stage.fingerprints())
 
     def _transfer(self, plan: MigrationPlan, expected: dict[str, int], sent: list[int]) -> None:
@@ -228,7 +248,9 @@ class Migrator:
         what = f"moving {plan.old} to {plan.new} failed in {phase}: {failures}"
         if not_undone:
             raise MigrationError(f"{what}; going back failed too: {not_undone}. {_RESTART}")
-        if self._consensus.total(self._transport.has_lost_links):
+        with self._heard_by_all(plan, "rollback"):
+            lost_links = self._consensus.total(self._transport.has_lost_links)
+        if lost_links:
             raise MigrationError(
                 f"{what}. Every rank still holds {plan.old}, but a link between ranks is lost. "
                 f"{_RESTART}"
@@ -236,28 +258,40 @@ class Migrator:
         raise MoveRefused(f"{what}. Every rank still holds {plan.old}; training goes on there")
 
     def _final(
-        self, plan: MigrationPlan, phase: str, timings: dict[str, float], body: Callable[[], None]
+        self,
+        plan: MigrationPlan,
+        phase: str,
+        timings: dict[str, float],
+        body: Callable[[], None],
+        *,
+        is_collective: bool = False,
     ) -> None:
+        others = f"Every other rank holds its layers of {plan.new}. {_RESTART}"
+
         def explained() -> None:
             try:
                 body()
             except Exception as error:
-                held = sorted(self._stage.layers())
-                raise MigrationError(
-                    f"holding layers {held}, {type(error).__name__}: {error}"
-                ) from error
+                what = f"holding {self._held()}, {type(error).__name__}: {error}"
+                if is_collective:
+                    # The others may wait inside it, where no agreement of ours can reach them:
+                    # this rank ends, and with it their wait and the job.
+                    raise FailedAlone(
+                        f"moving {plan.old} to {plan.new} failed in {phase} on this rank, {what}. "
+                        f"{others}"
+                    ) from error
+                raise MigrationError(what) from error
 
         failures = self._run(plan, phase, timings, explained)
         if failures:
             raise MigrationError(
-                f"moving {plan.old} to {plan.new} failed in {phase}: {failures}. Every other rank "
-                f"holds its layers of {plan.new}. {_RESTART}"
+                f"moving {plan.old} to {plan.new} failed in {phase}: {failures}. {others}"
             )
 
     def _run(
         self, plan: MigrationPlan, phase: str, timings: dict[str, float], body: Callable[[], None]
     ) -> str:
-        """Run a phase here and return what failed on any rank; empty when nothing did.
+        """Run a phase, or a part of it, and return what failed on any rank; empty for nothing.
 
         Raises:
             MigrationError: The ranks could not agree, since one has died or does not answer.
@@ -266,24 +300,36 @@ class Migrator:
         error: Exception | None = None
         try:
             body()
+        except FailedAlone:
+            raise
         except Exception as caught:
             logger.debug("%s failed", phase, exc_info=True)
             error = caught
-        if error is not None and phase == "rebuild":
-            # The others may be inside a collective of Megatron's own, which no agreement of ours
-            # can reach: end this rank, and the launcher ends the job.
-            raise error
-        try:
+        with self._heard_by_all(plan, phase, error):
             failures = self._consensus.failures(error)
+        timings[phase] = timings.get(phase, 0.0) + (time.perf_counter() - started) * 1e3
+        return failures
+
+    @contextlib.contextmanager
+    def _heard_by_all(
+        self, plan: MigrationPlan, phase: str, error: Exception | None = None
+    ) -> Iterator[None]:
+        """Around an agreement: where it cannot be had, say what is known here.
+
+        Raises:
+            MigrationError: A rank has died or does not answer.
+        """
+        try:
+            yield
         except RuntimeError as gone:
-            own = f"here: {error}" if error else "nothing failed here"
+            own = f"here: {type(error).__name__}: {error}" if error else "nothing failed here"
             raise MigrationError(
                 f"moving {plan.old} to {plan.new}: a rank was lost in {phase} "
-                f"({str(gone).splitlines()[0]}); {own}. This rank holds layers "
-                f"{sorted(self._stage.layers())}. {_RESTART}"
+                f"({str(gone).splitlines()[0]}); {own}. This rank holds {self._held()}. {_RESTART}"
             ) from gone
-        timings[phase] = (time.perf_counter() - started) * 1e3
-        return failures
+
+    def _held(self) -> str:
+        return f"layers {sorted(self._stage.layers())}"
 
 
 def unit_name(layer_number: int) -> str:

@@ -277,9 +277,12 @@ class Transport:
             raise PeerLost(f"{what} failed: the link to pp_rank {peer} was lost before")
         try:
             yield
-        except (RuntimeError, ValueError) as error:
+        except TransportError:
+            raise
+        except Exception as error:
             self._lost.add(peer)
-            raise PeerLost(f"{what} failed: {str(error).splitlines()[0]}") from error
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise PeerLost(f"{what} failed: {reason}") from error
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,11 @@ class MegatronRun:
         samples = self.num_microbatches * args.micro_batch_size * args.data_parallel_size
         return int(samples * args.seq_length)
 
+    @property
+    def timeout_s(self) -> float:
+        """How long a rank waits for another one: Megatron's --distributed-timeout-minutes."""
+        return float(self.args.distributed_timeout_minutes * 60)
+
     def check_movable(self, config: DynMoConfig) -> None:
         """Refuse a model whose layers cannot be moved, now that it is known whole.
 

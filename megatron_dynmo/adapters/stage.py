@@ -112,8 +112,9 @@ class MegatronStage:
         Collective:
             All ranks of the data-parallel group.
         """
-        hooks_on = wrapper.settle_parameters(self._model)
+        hooks_on = wrapper.hooks_on(self._model)
         try:
+            wrapper.settle_parameters(self._model)
             yield
         finally:
             wrapper.resume_hooks(self._model, hooks_on)
@@ -126,7 +127,6 @@ class MegatronStage:
         maybe_finalize_async_save(blocking=True)
         self._codec = None
         self._require_unchanged_training()
-        self._pending.hooks_on = wrapper.settle_parameters(self._model)
         for move in plan.received_by(self._topology.pp_rank):
             layer = models.build_layer(
                 self.chunks[move.dst_vp_stage],
@@ -136,6 +136,12 @@ class MegatronStage:
             )
             wrapper.tag_layer(layer)
             self._pending.incoming[move.layer_number] = _Incoming(layer)
+
+    def settle(self) -> None:
+        """See `Stage.settle`."""
+        # Noted first, so that a gather that fails half-way is undone as well.
+        self._pending.hooks_on = wrapper.hooks_on(self._model)
+        wrapper.settle_parameters(self._model)
 
     def _require_unchanged_training(self) -> None:
         """Refuse a move while the wrapper and optimizer know other trainable parameters."""
@@ -160,6 +166,7 @@ class MegatronStage:
             "shards": {},
             "scalars": {},
             "modules": _modules(layer),
+            "extra": _extra_checksum(parcel),
         }
         for name, param in layer.named_parameters():
             parcel.values["requires_grad"][name] = param.requires_grad
@@ -187,6 +194,8 @@ class MegatronStage:
                 f"{parcel.label} was built from another spec here: "
                 f"{sorted(set(found) ^ set(wanted))[:4]}"
             )
+        if _extra_checksum(parcel) != parcel.values["extra"]:
+            raise MigrationError(f"extra state of {parcel.label} changed on its way")
         incoming.parcel = parcel
         for name, param in incoming.layer.named_parameters():
             param.requires_grad_(parcel.values["requires_grad"][name])
@@ -230,6 +239,9 @@ class MegatronStage:
         """See `Stage.rebuild`."""
         rebuild_optimizer(self._optimizer, self._model, self._args)
         self._codec = None
+
+    def restore(self) -> None:
+        """See `Stage.restore`."""
         for param, state in self._pending.staying:
             self.codec().install(param, state)
         for incoming in self._pending.incoming.values():
@@ -242,7 +254,8 @@ class MegatronStage:
         found = {}
         for number in self.layers():
             parcel = self.parcel(number)
-            # Extra state is left out: modules may write it anew from what they loaded.
+            # Extra state is left out: modules may write it anew from what they loaded. It is
+            # compared where it arrives.
             found[unit_name(number)] = checksum(
                 tensor
                 for name, tensor in sorted(parcel.tensors.items())
@@ -255,9 +268,14 @@ class MegatronStage:
 
     def check_ownership(self, layout: LayerLayout) -> None:
         """See `Stage.check_ownership`."""
-        found = self.layout
-        if found != layout:
-            raise ConservationError(f"the ranks hold {found}, the plan was {layout}")
+        for chunk in self.chunks:
+            found = tuple(chunk.layer_numbers)
+            wanted = layout.layers_of(self._topology.pp_rank, chunk.vp_stage)
+            if found != wanted:
+                raise ConservationError(
+                    f"virtual stage {chunk.vp_stage} holds layers {list(found)}, "
+                    f"the plan was {list(wanted)}"
+                )
 
     # ---------------------------------------------------------------- the state of this rank
 
@@ -381,6 +399,11 @@ def _extra_states(layer: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             value = torch.frombuffer(bytearray(value.getvalue()), dtype=torch.uint8)
         if isinstance(value, torch.Tensor) and value.numel():
             yield name, value
+
+
+def _extra_checksum(parcel: Parcel) -> int:
+    """Checksum of the modules' extra state in a parcel."""
+    return checksum(t for name, t in sorted(parcel.tensors.items()) if name.startswith("extra/"))
 
 
 def _set_extra_states(layer: torch.nn.Module, parcel: Parcel) -> None:

@@ -90,35 +90,33 @@ def _concatenate(layouts: Sequence[PerBufferParamLayout]) -> PerBufferParamLayou
     )
 
 
-def settle_parameters(model: Sequence[DistributedDataParallel]) -> list[bool]:
+def hooks_on(model: Sequence[DistributedDataParallel]) -> list[bool]:
+    """For each chunk, whether the hooks that gather parameters in the next forward are on."""
+    return [bool(ddp.remove_forward_pre_hook_handles) for ddp in model]
+
+
+def settle_parameters(model: Sequence[DistributedDataParallel]) -> None:
     """Finish parameter gathers that overlap with the next forward, and take those hooks off.
 
     Between two iterations `param.data` is stale under --overlap-param-gather until the next
-    forward gathers it.
-
-    Returns:
-        For each chunk, whether the hooks were on; hand it to `resume_hooks` or `rebuild`.
+    forward gathers it. Ask `hooks_on` before, and hand its answer to `resume_hooks` or `rebuild`.
 
     Collective:
         All ranks of the data-parallel group.
     """
-    were_on = []
     for ddp in model:
-        on = bool(ddp.remove_forward_pre_hook_handles)
-        if on:
+        if ddp.remove_forward_pre_hook_handles:
             ddp.disable_forward_pre_hook(param_sync=True)
         elif ddp.use_forward_hook:
             # After the very first step Megatron has not put the hooks on yet.
             with torch.no_grad():
                 ddp.start_param_sync(force_sync=True)
-        were_on.append(on)
-    return were_on
 
 
 def resume_hooks(model: Sequence[DistributedDataParallel], were_on: Sequence[bool]) -> None:
-    """Undo `settle_parameters` on wrappers that were not rebuilt."""
+    """Undo `settle_parameters`, also one that failed half-way, on wrappers as they were."""
     for ddp, on in zip(model, were_on, strict=True):
-        if on:
+        if on and not ddp.remove_forward_pre_hook_handles:
             ddp.enable_forward_pre_hook()
 
 

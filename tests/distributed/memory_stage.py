@@ -12,7 +12,10 @@ from megatron_dynmo.plan import LayerMove, MigrationPlan
 from megatron_dynmo.transport import Parcel
 
 # Where a fault can strike: the methods of a stage, in the order in which a move calls them.
-STEPS = ("prepare", "parcel", "slots", "accept", "commit", "rebuild", "check_ownership")
+STEPS = (
+    "prepare", "settle", "parcel", "slots", "accept", "commit", "rebuild", "restore",
+    "check_ownership",
+)  # fmt: skip
 
 
 class MemoryStage:
@@ -29,7 +32,7 @@ class MemoryStage:
     def __init__(self, rank: int, layout: LayerLayout, fault: str | None = None) -> None:
         self.rank = rank
         self.fault = fault
-        self.held = {n: new_layer(n) for n in layout.layers_of(rank)}
+        self.held = {n: new_layer(n) for n in layers_of(layout, rank)}
         self.rest = torch.full((5,), float(rank))
         self.incoming: dict[int, dict[str, torch.Tensor]] = {}
         self.rolled_back = 0
@@ -48,6 +51,9 @@ class MemoryStage:
             move.layer_number: {"weight": torch.zeros(7)} for move in plan.received_by(self.rank)
         }
         self._at("prepare")
+
+    def settle(self) -> None:
+        self._at("settle")
 
     def parcel(self, layer_number: int) -> Parcel:
         self._at("parcel")
@@ -84,6 +90,9 @@ class MemoryStage:
 
     def rebuild(self) -> None:
         self._at("rebuild")
+
+    def restore(self) -> None:
+        self._at("restore")
         self.incoming = {}
         if self.fault == "touch the rest":
             self.rest += 1
@@ -94,12 +103,17 @@ class MemoryStage:
 
     def check_ownership(self, layout: LayerLayout) -> None:
         self._at("check_ownership")
-        if tuple(self.held) != layout.layers_of(self.rank):
+        if tuple(self.held) != layers_of(layout, self.rank):
             raise ConservationError(f"holding {list(self.held)}, the plan was {layout}")
 
     def contents(self) -> dict[int, list[list[float]]]:
         """What it holds, for comparison."""
         return {n: [tensor.tolist() for tensor in layer.values()] for n, layer in self.held.items()}
+
+
+def layers_of(layout: LayerLayout, rank: int) -> tuple[int, ...]:
+    """Every layer of a rank, over its virtual stages."""
+    return tuple(n for vp in range(layout.virtual_stages) for n in layout.layers_of(rank, vp))
 
 
 def new_layer(number: int) -> dict[str, torch.Tensor]:

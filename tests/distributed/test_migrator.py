@@ -106,8 +106,8 @@ def test_pairs_of_ranks_that_share_none_move_at_the_same_time(tmp_path):
 
 
 # Faults that strike before anything has changed, and those that strike afterwards.
-EARLY = ("prepare", "parcel", "slots", "accept", "wrong shape")
-LATE = ("commit", "check_ownership", "damage", "lose a layer", "touch the rest")
+EARLY = ("prepare", "settle", "parcel", "slots", "accept", "wrong shape")
+LATE = ("commit", "restore", "check_ownership", "damage", "lose a layer", "touch the rest")
 assert set(STEPS) <= {*EARLY, *LATE, "rebuild"}
 
 
@@ -158,7 +158,7 @@ def test_a_fault_before_commit_leaves_the_old_layout_on_every_rank():
             assert row["outcome"] == MoveRefused.__name__, (cell, row)
             assert row["held"] == [OLD] and row["rolled_back"] == 1, (cell, row)
         text = rows[0]["text"]
-        phase = "prepare" if fault == "prepare" else "transfer"
+        phase = "prepare" if fault in ("prepare", "settle") else "transfer"
         assert f"failed in {phase}: rank {struck}: " in text, (cell, text)
         assert f"Every rank still holds {layout(OLD)}" in text
         if fault == "wrong shape":
@@ -180,7 +180,7 @@ def test_a_fault_after_that_stops_every_rank_with_what_each_holds():
             assert row["outcome"] == MigrationError.__name__, (cell, row)
             assert row["rolled_back"] == 0
         text = rows[0]["text"]
-        phase = fault if fault == "commit" else "verify"
+        phase = {"commit": "commit", "restore": "rebuild"}.get(fault, "verify")
         assert f"failed in {phase}: rank {struck}: MigrationError: holding layers [" in text, text
         assert f"Every other rank holds its layers of {layout(BUSY)}" in text
         assert "restart from the last checkpoint" in text
@@ -240,7 +240,8 @@ def test_a_rank_that_fails_in_rebuild_ends_and_the_others_with_it():
         run_ranks(_rebuild_fails, RANKS, timeout_s=60)
     assert failed.value.rank == 0
     answer = failed.value.errors[0]
-    assert "_Answer: holding layers [1], MemoryError: injected into rebuild" in answer
+    assert "failed in rebuild on this rank, holding layers [1], MemoryError: injected" in answer
+    assert f"Every other rank holds its layers of {layout(BUSY)}" in answer
     for rank in (1, 2):
         answer = failed.value.errors[rank]
         assert "_Answer: " in answer and "a rank was lost in rebuild" in answer, answer

@@ -307,6 +307,35 @@ def test_no_answer_is_an_error_and_no_hang(peer_is):
     assert answer.count("layer 4") >= 4 and answer.count("was lost before") >= 2
 
 
+class _RunsOut(Transport):
+    """Has no memory left in the middle of an exchange."""
+
+    def _send(self, tensor, peer):
+        if tensor.dtype == torch.uint8:
+            raise MemoryError
+        super()._send(tensor, peer)
+
+
+def _half_way(rank: int, world_size: int) -> tuple[str, bool]:
+    """The sender's word has gone out and its manifest has not: nothing may follow on that link."""
+    if rank == 0:
+        transport = _RunsOut(torch.distributed.group.WORLD, (0, 1), torch.device("cpu"))
+    else:
+        transport = make_transport(rank, timeout_s=1)
+    with pytest.raises(PeerLost) as caught:
+        if rank == 0:
+            transport.send(Parcel("layer 2", {"w": torch.zeros(5)}), 1)
+        else:
+            transport.receive("layer 2", 0, {"w": torch.zeros(5)})
+    return str(caught.value), transport.has_lost_links
+
+
+def test_an_exchange_that_fails_half_way_ends_the_link():
+    sender, receiver = run_ranks(_half_way, 2, timeout_s=30)
+    assert sender == ("sending layer 2 to pp_rank 1 failed: MemoryError", True)
+    assert receiver[0].startswith("receiving layer 2 from pp_rank 0 failed: ") and receiver[1]
+
+
 def _out_of_step(rank: int, world_size: int) -> None:
     """Words that are not of the protocol end the link; they are never taken for a size."""
     transport = make_transport(rank)
