@@ -28,7 +28,7 @@ def test_a_layer_can_copy_the_config_though_training_has_put_its_functions_there
 
     config = ModelParallelConfig()
     config.grad_scale_func = scale = Trainer().scale_loss
-    with model._as_before_training(config):
+    with model._without_run(config):
         copied = copy.deepcopy(config)
     assert copied == ModelParallelConfig()
     assert config.grad_scale_func == scale
