@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: help setup format lint types test test-unit test-upstream test-distributed test-e2e \
-	test-matrix demo bench bench-balancers bench-trigger patches docs lock dist clean
+	test-matrix demo bench bench-balancers bench-trigger bench-migration patches docs lock dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -64,7 +64,10 @@ bench-balancers: setup ## Quality and time of all balancers side by side
 bench-trigger: setup ## Emulated ranks whose costs change: static, best static, ours
 	$(BIN)/python scripts/bench_trigger.py
 
-bench: demo bench-balancers bench-trigger ## All benchmarks that write benchmarks/results
+bench-migration: setup ## What a move costs: time by phase, share of the raw transport, extra memory
+	$(BIN)/python scripts/bench_migration.py
+
+bench: demo bench-balancers bench-trigger bench-migration ## All benchmarks that write benchmarks/results
 
 patches: setup ## List and check the patches of Megatron
 	$(BIN)/dynmo patches list
