@@ -154,6 +154,7 @@ def take_out(session: Any) -> dict[str, Any]:
     leaves = LayerMove(number, 0, 0, 1, 0)
     plan = MigrationPlan(layout, layout, (leaves,))
     stage.prepare(plan)
+    stage.settle()
     parcel = stage.parcel(number)
     label, values, kept = parcel.label, parcel.values, io.BytesIO()  # no tensor that counts
     torch.save({name: t.detach().cpu().clone() for name, t in parcel.tensors.items()}, kept)
@@ -161,6 +162,7 @@ def take_out(session: Any) -> dict[str, Any]:
     del parcel
     stage.commit(plan)
     stage.rebuild()
+    stage.restore()
     session.observer.attach()
     in_use.append(bytes_in_use(run.device))
     held = sorted(stage.layers())
@@ -168,6 +170,7 @@ def take_out(session: Any) -> dict[str, Any]:
     comes = LayerMove(number, 1, 0, 0, 0)
     plan = MigrationPlan(layout, layout, (comes,))
     stage.prepare(plan)
+    stage.settle()
     slots = stage.slots(comes)
     tensors = torch.load(kept, map_location=run.device)
     for name, slot in slots.items():
@@ -176,6 +179,7 @@ def take_out(session: Any) -> dict[str, Any]:
     del slots, tensors
     stage.commit(plan)
     stage.rebuild()
+    stage.restore()
     session.observer.attach()
     in_use.append(bytes_in_use(run.device))
     return {"bytes": in_use, "layer_bytes": layer_bytes, "held": held}
