@@ -8,8 +8,13 @@ from tests.ranks import run_ranks
 
 @pytest.mark.parametrize(
     ("kind", "flags"),
-    [("torch", ()), ("group", ()), ("group", ("--use-distributed-optimizer",))],
-    ids=["torch", "step in the group", "step in the group, distributed"],
+    [
+        pytest.param("torch", (), id="torch", marks=pytest.mark.matrix),
+        pytest.param("group", (), id="step in the group", marks=pytest.mark.matrix),
+        pytest.param(
+            "group", ("--use-distributed-optimizer",), id="step in the group, distributed"
+        ),
+    ],
 )
 def test_layers_that_are_built_anew_or_come_and_go_change_no_number(kind, flags):
     (moved,) = run_ranks(exercise, 1, kind, True, *flags)
