@@ -322,10 +322,11 @@ class Migrator:
         try:
             yield
         except RuntimeError as gone:
+            reason = (str(gone) or type(gone).__name__).splitlines()[0]
             own = f"here: {type(error).__name__}: {error}" if error else "nothing failed here"
             raise MigrationError(
                 f"moving {plan.old} to {plan.new}: a rank was lost in {phase} "
-                f"({(str(gone) or type(gone).__name__).splitlines()[0]}); {own}. This rank holds {self._held()}. {_RESTART}"
+                f"({reason}); {own}. This rank holds {self._held()}. {_RESTART}"
             ) from gone
 
     def _held(self) -> str:
