@@ -133,17 +133,18 @@ class Decider:
         bytes, of which no iteration time follows.
         """
         num_stages, virtual_stages = layout.num_stages, layout.virtual_stages
+        least = _fewest_layers(layout, speeds)
         if self._config.weight != "time":
             weighed = weigh(costs, self._config.weight)
             return [
                 min_max_layout(
                     weighed, num_stages, virtual_stages=virtual_stages, stage_speeds=speeds,
-                    stage_memory_limit=self._memory_limit, min_layers=0, current=layout,
+                    stage_memory_limit=self._memory_limit, min_layers=least, current=layout,
                 )
             ]  # fmt: skip
         choice = choose_layout(
             costs, num_stages, virtual_stages=virtual_stages, stage_speeds=speeds,
-            stage_memory_limit=self._memory_limit, min_layers=0, current=layout,
+            stage_memory_limit=self._memory_limit, min_layers=least, current=layout,
             max_work=_MAX_WORK,
         )  # fmt: skip
         self._choices.append(choice)
@@ -188,11 +189,17 @@ def _diffuse(
         first_stage_extra=costs.first_stage_extra.total_ms,
         last_stage_extra=costs.last_stage_extra.total_ms,
         stage_speeds=speeds,
-        min_layers=0,
+        min_layers=_fewest_layers(layout, speeds),
         layer_memory=None if memory_limit is None else [la.memory_bytes for la in costs.layers],
         stage_memory_limit=memory_limit,
     )
     return layout.with_boundaries(result.boundaries)
+
+
+def _fewest_layers(layout: LayerLayout, speeds: Sequence[float]) -> int:
+    """Layers that every chunk keeps: a slow rank without any could not be seen to recover."""
+    has_slow_rank = min(speeds) < 1.0
+    return int(has_slow_rank and layout.num_layers >= layout.num_chunks)
 
 
 def _last_owner(layout: LayerLayout) -> tuple[int, int]:

@@ -70,6 +70,14 @@ def test_slow_ranks_count():
     assert chosen.chunk_boundaries[1] > 3
 
 
+@pytest.mark.parametrize("balancer", ["partition", "diffusion"])
+def test_a_slow_rank_keeps_a_layer_by_which_its_recovery_is_seen(balancer):
+    costs = ModelCosts(tuple(LayerCost(n, 1.0, 2.0) for n in range(1, 7)), num_microbatches=8)
+    layout = on_two(3)
+    chosen = decider(layout, balancer=balancer)._choose(costs, layout, (1.0, 0.01))
+    assert chosen == on_two(5)
+
+
 @pytest.mark.parametrize("weight", ["params", "memory"])
 def test_where_layers_weigh_bytes_no_iteration_time_is_predicted(weight):
     assert proposed(LATE_OPTIMIZER, on_two(5), weight=weight) == on_two(3)
