@@ -34,12 +34,9 @@ def enable(config: DynMoConfig | None = None) -> None:
     """
     from megatron_dynmo import patching
     from megatron_dynmo.config import DynMoConfig
-    from megatron_dynmo.errors import ConfigError
 
     config = config or DynMoConfig()
-    for package in ("torch", "megatron.core"):
-        if importlib.util.find_spec(package.partition(".")[0]) is None:
-            raise ConfigError(f"{package} is not installed: pip install 'megatron-core[training]'")
+    require_megatron()
     on_cpu = _runs_on_cpu(config.device)
     if on_cpu:
         _use_cpu_arguments()
@@ -51,6 +48,19 @@ def enable(config: DynMoConfig | None = None) -> None:
 
         patches.controller = Controller(config, patches)
     patching.activate(patches)
+
+
+def require_megatron() -> None:
+    """Answer in one line where Megatron or torch is missing.
+
+    Raises:
+        ConfigError: Names the package and how to install it.
+    """
+    from megatron_dynmo.errors import ConfigError
+
+    for package in ("torch", "megatron.core"):
+        if importlib.util.find_spec(package.partition(".")[0]) is None:
+            raise ConfigError(f"{package} is not installed: pip install 'megatron-core[training]'")
 
 
 def disable() -> None:

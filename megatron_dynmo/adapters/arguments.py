@@ -24,11 +24,11 @@ def prepare(args: Namespace) -> None:
     config = DynMoConfig.from_namespace(args)
     if getattr(args, "yaml_cfg", None) is not None:
         return  # the model's size is not known yet; checked again when training is set up
+    saved = checkpoint.saved_arguments(args)
     if config.mode == "balance" and args.pipeline_model_parallel_size > 1:
-        checkpoint.restore_layout(args)
-    if config.mode != "off":
-        checkpoint.restore_memory(args)
-    checkpoint.require_same_buckets(args, config.mode == "balance")
+        checkpoint.restore_layout(args, saved)
+    checkpoint.restore_memory(args, saved)
+    checkpoint.require_same_buckets(args, saved, config.mode == "balance")
     if getattr(args, "use_checkpoint_args", False):
         return  # as above
     support.require_legal_split(args)

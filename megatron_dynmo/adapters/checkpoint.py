@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.safe_globals import SAFE_GLOBALS
 from megatron.training.checkpointing import (
     find_checkpoint_rank_0,
     get_checkpoint_name,
@@ -27,23 +29,23 @@ from megatron_dynmo.layout import LayerLayout
 
 logger = logging.getLogger(__name__)
 
-
 # Attribute of Megatron's arguments: what decisions rest on, as JSON text.
 MEMORY = "dynmo_memory"
 
 
-def restore_memory(args: Namespace) -> None:
+def restore_memory(args: Namespace, saved: Namespace | None) -> None:
     """Take what the saved run had measured and learned, if the checkpoint that is loaded has it.
 
     Args:
         args: parsed; the text is put where it will be saved from again.
+        saved: what `saved_arguments` found.
     """
-    memory = getattr(_saved_arguments(args), MEMORY, None)
+    memory = getattr(saved, MEMORY, None)
     if isinstance(memory, str) and not args.finetune:
         setattr(args, MEMORY, memory)
 
 
-def restore_layout(args: Namespace) -> None:
+def restore_layout(args: Namespace, saved: Namespace | None) -> None:
     """Take the layout of the checkpoint that will be loaded, unless the user wants another.
 
     The same command line as at the start of the run counts as no wish. A layout for another number
@@ -51,8 +53,8 @@ def restore_layout(args: Namespace) -> None:
 
     Args:
         args: parsed, not validated; `pipeline_model_parallel_layout` is set.
+        saved: what `saved_arguments` found.
     """
-    saved = _saved_arguments(args)
     text = getattr(saved, "pipeline_model_parallel_layout", None)
     started_with = getattr(saved, START_LAYOUT, None)
     if saved is None or text is None:
@@ -87,7 +89,7 @@ def restore_layout(args: Namespace) -> None:
     logger.info("resuming under the layout of the checkpoint, %s", layout)
 
 
-def require_same_buckets(args: Namespace, balances: bool) -> None:
+def require_same_buckets(args: Namespace, saved: Namespace | None, balances: bool) -> None:
     """Refuse a checkpoint whose distributed-optimizer state was cut otherwise than it will be.
 
     Balance mode gives every layer a bucket of its own, stock Megatron does not. Megatron's default
@@ -96,6 +98,7 @@ def require_same_buckets(args: Namespace, balances: bool) -> None:
 
     Args:
         args: parsed, not validated.
+        saved: what `saved_arguments` found.
         balances: whether this run is in balance mode.
 
     Raises:
@@ -103,7 +106,6 @@ def require_same_buckets(args: Namespace, balances: bool) -> None:
     """
     if not args.use_distributed_optimizer or args.no_load_optim or args.finetune:
         return
-    saved = _saved_arguments(args)
     if saved is None or not getattr(saved, "use_distributed_optimizer", False):
         return
     was_balanced = getattr(saved, "dynmo_mode", None) == "balance"
@@ -111,7 +113,8 @@ def require_same_buckets(args: Namespace, balances: bool) -> None:
     if was_balanced == balances or is_by_parameter:
         return
     cut = "a bucket for each layer" if was_balanced else "Megatron's own buckets"
-    other = "balance" if was_balanced else "observe or off"
+    # Not off: Megatron alone saves the format that every mode loads, but shifted.
+    other = "balance" if was_balanced else "observe"
     raise ConfigError(
         f"the distributed optimizer's state in {args.load} is stored in {cut}, which --dynmo-mode "
         f"{'balance' if balances else 'observe'} cannot load; go on with --dynmo-mode {other} and "
@@ -120,8 +123,12 @@ def require_same_buckets(args: Namespace, balances: bool) -> None:
     )
 
 
-def _saved_arguments(args: Namespace) -> Namespace | None:
-    """Megatron's arguments in the checkpoint that will be loaded; None where there is none."""
+def saved_arguments(args: Namespace) -> Namespace | None:
+    """Megatron's arguments in the checkpoint that will be loaded; None where there is none.
+
+    Args:
+        args: parsed, not validated.
+    """
     if args.load is None:
         return None
     step, release = _iteration_in(args.load)
@@ -143,8 +150,9 @@ def _saved_arguments(args: Namespace) -> Namespace | None:
             name = find_checkpoint_rank_0(root, step, release)
             if name is None:
                 return None
-            saved = torch.load(name, map_location="cpu", mmap=True, weights_only=False).get("args")
-    except (CheckpointingException, OSError, RuntimeError) as error:
+            with torch.serialization.safe_globals(SAFE_GLOBALS):
+                saved = torch.load(name, map_location="cpu", mmap=True, weights_only=True)["args"]
+    except (CheckpointingException, OSError, RuntimeError, KeyError, UnpicklingError) as error:
         logger.warning("cannot read the arguments in the checkpoint %s: %s", folder, error)
         return None
     return saved if isinstance(saved, Namespace) else None

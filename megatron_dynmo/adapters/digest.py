@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
+from megatron_dynmo.adapters.layer_state import saved_buffers
 from megatron_dynmo.adapters.optimizer import MAIN, StateCodec
-from megatron_dynmo.adapters.stage import MegatronStage, saved_buffers
+from megatron_dynmo.adapters.stage import MegatronStage
 from megatron_dynmo.adapters.topology import Topology
 
 _SHA_BYTES = 32

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,14 @@ from megatron.training.async_utils import maybe_finalize_async_save
 
 from megatron_dynmo.adapters import model as models
 from megatron_dynmo.adapters import wrapper
+from megatron_dynmo.adapters.layer_state import (
+    extra_checksum,
+    extra_states,
+    module_types,
+    saved_buffers,
+    set_extra_states,
+    weights,
+)
 from megatron_dynmo.adapters.layout import install_layout, live_layout
 from megatron_dynmo.adapters.optimizer import (
     ParamState,
@@ -29,8 +36,6 @@ from megatron_dynmo.layout import LayerLayout
 from megatron_dynmo.migrator import unit_name
 from megatron_dynmo.plan import LayerMove, MigrationPlan
 from megatron_dynmo.transport import Parcel
-
-_EXTRA_STATE = "_extra_state"
 
 
 @dataclass
@@ -158,15 +163,15 @@ class MegatronStage:
     def parcel(self, layer_number: int) -> Parcel:
         """See `Stage.parcel`."""
         layer = self.layers()[layer_number]
-        parcel = Parcel(unit_name(layer_number), _weights(layer))
-        for name, value in _extra_states(layer):
+        parcel = Parcel(unit_name(layer_number), weights(layer))
+        for name, value in extra_states(layer):
             parcel.tensors[f"extra/{name}"] = value
         parcel.values = {
             "requires_grad": {},
             "shards": {},
             "scalars": {},
-            "modules": _modules(layer),
-            "extra": _extra_checksum(parcel),
+            "modules": module_types(layer),
+            "extra": extra_checksum(parcel),
         }
         for name, param in layer.named_parameters():
             parcel.values["requires_grad"][name] = param.requires_grad
@@ -180,21 +185,21 @@ class MegatronStage:
 
     def slots(self, move: LayerMove) -> Mapping[str, torch.Tensor]:
         """See `Stage.slots`."""
-        return _weights(self._pending.incoming[move.layer_number].layer)
+        return weights(self._pending.incoming[move.layer_number].layer)
 
     def accept(self, move: LayerMove, parcel: Parcel) -> None:
         """See `Stage.accept`."""
         incoming = self._pending.incoming[move.layer_number]
         if move.is_local:
-            for name, target in _weights(incoming.layer).items():
+            for name, target in weights(incoming.layer).items():
                 target.copy_(parcel.tensors[name])
-        found, wanted = _modules(incoming.layer), parcel.values["modules"]
+        found, wanted = module_types(incoming.layer), parcel.values["modules"]
         if found != wanted:
             raise MigrationError(
                 f"{parcel.label} was built from another spec here: "
                 f"{sorted(set(found) ^ set(wanted))[:4]}"
             )
-        if _extra_checksum(parcel) != parcel.values["extra"]:
+        if extra_checksum(parcel) != parcel.values["extra"]:
             raise MigrationError(f"extra state of {parcel.label} changed on its way")
         incoming.parcel = parcel
         for name, param in incoming.layer.named_parameters():
@@ -358,57 +363,10 @@ class MegatronStage:
                 shard=None if shard is None else (shard[0], shard[1]),
             )
             self.codec().install(param, state)
-        _set_extra_states(incoming.layer, parcel)
-
-
-def _modules(layer: torch.nn.Module) -> list[str]:
-    """What a layer is made of, to be compared on both sides of a move."""
-    return [f"{name}: {type(module).__qualname__}" for name, module in layer.named_modules()]
+        set_extra_states(incoming.layer, parcel)
 
 
 def _gradient_bytes(params: Iterable[torch.nn.Parameter]) -> int:
     """Bytes of the gradient buffers that Megatron keeps for parameters."""
     grads = (getattr(param, "main_grad", None) for param in params)
     return sum(g.numel() * g.element_size() for g in grads if g is not None)
-
-
-def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Persistent buffers: state that is trained but no parameter, as a router's expert bias."""
-    # Not `state_dict()`, which lets TransformerEngine write out the extra state of every module.
-    for prefix, owner in module.named_modules():
-        for name, buffer in owner.named_buffers(recurse=False):
-            if name not in owner._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".lstrip("."), buffer
-
-
-def _weights(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers of a layer, by parcel name; live tensors."""
-    return {
-        f"weight/{name}": tensor.detach()
-        for name, tensor in layer.state_dict(keep_vars=True).items()
-        if not name.endswith(_EXTRA_STATE)
-    }
-
-
-def _extra_states(layer: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Extra state of modules (FP8 scales, say) as byte tensors; modules without any are left."""
-    for name, value in layer.state_dict().items():
-        if not name.endswith(_EXTRA_STATE) or value is None:
-            continue
-        if isinstance(value, io.BytesIO):
-            value = torch.frombuffer(bytearray(value.getvalue()), dtype=torch.uint8)
-        if isinstance(value, torch.Tensor) and value.numel():
-            yield name, value
-
-
-def _extra_checksum(parcel: Parcel) -> int:
-    """Checksum of the modules' extra state in a parcel."""
-    return checksum(t for name, t in sorted(parcel.tensors.items()) if name.startswith("extra/"))
-
-
-def _set_extra_states(layer: torch.nn.Module, parcel: Parcel) -> None:
-    modules = dict(layer.named_modules())
-    for key, value in parcel.tensors.items():
-        if key.startswith("extra/"):
-            owner = key.removeprefix("extra/").removesuffix(_EXTRA_STATE).rstrip(".")
-            modules[owner].set_extra_state(value)

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.metadata
-import importlib.util
 import warnings
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_dynmo import require_megatron
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.errors import ConfigError
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _CANNOT_BE_MOVED = 1
 _PACKAGES = ("megatron-dynmo", "megatron-core", "torch", "transformer-engine", "apex")
-_NEEDED = ("torch", "megatron")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -60,9 +59,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("give Megatron's arguments behind --: dynmo doctor -- --num-layers 8 ...")
     if args.stages is not None and args.stages < 1:
         raise ConfigError(f"--stages {args.stages}: at least 1 is needed")
-    for package in _NEEDED:
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{package} is not installed: pip install 'megatron-core[training]'")
+    require_megatron()
     with warnings.catch_warnings():
         # Megatron warns of every optional library that is absent; the answer names them.
         warnings.simplefilter("ignore")

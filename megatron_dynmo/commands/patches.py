@@ -61,7 +61,7 @@ def document(specs: Iterable[PatchSpec]) -> str:
         "# What is patched in Megatron, and why\n\n"
         "Made by `dynmo patches list --markdown`; a test compares it with the specs.\n\n"
         "- Mode `observe` applies `parse-args`, `setup-model-and-optimizer`, `train-step`, "
-        "`forward-step` and `backward-step`.\n"
+        "`forward-step` and `backward-step`, and those of checkpoints, `distopt-...`.\n"
         "- Mode `balance` also applies those of buckets and numerics.\n"
         "- The rest is applied only where CUDA is absent, where a wheel or an optional library is "
         "missing, or on emulated devices.\n\n"

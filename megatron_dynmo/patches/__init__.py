@@ -53,7 +53,7 @@ def specs_for(config: DynMoConfig, *, on_cpu: bool) -> tuple[PatchSpec, ...]:
         chosen += training.specs() + schedules.specs()
     if config.mode == "balance":
         chosen += buckets.specs() + numerics.specs()
-    if config.mode == "balance" or on_cpu:
+    if config.mode != "off" or on_cpu:
         chosen += checkpoint_fixes.specs()
     if config.emulate is not None:
         from megatron_dynmo.patches import emulation

@@ -8,8 +8,9 @@ forward and the backward alike. Two observations, and only these, are put down t
 2. At one time all layers of a single rank (two or more) became slower by one factor, forward and
    backward. Where several did, it is far likelier the layers': dynamics change runs of layers,
    which do not end where stages do, while ranks fail one by one. The reverse counts only for a rank
-   already thought slow: a stage that gets faster by itself is a stage of pruned, frozen or left-out
-   layers. A rank that a move has cleared of such a suspicion is not suspected on this ground again.
+   already thought slow, where one layer is enough, for that may be all it has left: a stage that
+   gets faster by itself is a stage of pruned, frozen or left-out layers. A rank that a move has
+   cleared of such a suspicion is not suspected on this ground again.
 
 Ranks that differ from the very start are not told from layers that differ: early exit at a stage's
 edge looks just like a slow rank before it. Costs then follow the layers, and the first move brings
@@ -145,6 +146,7 @@ class RankSpeeds:
             got_slow = got_slow and rank not in self._cleared
             got_slow = got_slow and _edge_followed(changes, rank, medians)
             recovers = self.slowness[rank] > 1 and excess[rank] < 1 / least
+            got_slow = got_slow and per_rank[rank].shape[1] >= 2
             if of_a_rank[rank] and (got_slow or recovers):
                 self.slowness[rank] = _settle(self.slowness[rank] * excess[rank])
                 found = True
@@ -273,13 +275,11 @@ def _agrees(ratios: Array, factor: float, tolerance: float) -> bool:
 
 
 def _is_uniform(ratios: Array, tolerance: float) -> bool:
-    """Whether forward and backward of two layers or more changed by one factor."""
+    """Whether forward and backward of all layers changed by one factor."""
     forward, backward = _median(ratios[0]), _median(ratios[1])
-    return (
-        ratios.shape[1] >= 2
-        and _agrees(ratios, _median(ratios), tolerance)
-        and max(forward, backward) <= min(forward, backward) * (1 + tolerance)
-    )
+    return _agrees(ratios, _median(ratios), tolerance) and max(forward, backward) <= min(
+        forward, backward
+    ) * (1 + tolerance)
 
 
 def _edge_followed(changes: Array, rank: int, medians: Array) -> bool:

@@ -13,7 +13,7 @@ DOCUMENT = ROOT / "docs" / "matrix.md"
 RESULTS = FOLDER / "matrix.json"
 _HEAD = f"""# What can be moved
 
-Made by `make test-matrix`; a test compares it with `benchmarks/results/matrix.json`.
+Made by `make test-matrix` from `benchmarks/results/matrix.json`.
 
 Each row is one tiny GPT, trained twice for {ITERATIONS} iterations by real Megatron on a CPU over \
 gloo: once unmoved, once

@@ -186,6 +186,17 @@ def test_straggling_rank_gets_fewer_layers_and_gets_them_back(rank):
     assert world.total_ms < 0.95 * world.static_ms
 
 
+def test_a_straggler_with_one_layer_left_is_seen_to_recover():
+    def slowness(i: int) -> np.ndarray:
+        return np.array([1.0, 4.0 if 100 < i <= 200 else 1.0, 1.0, 1.0])
+
+    world = World(flat, EVEN, 400, slowness=slowness, noise=gaussian(0.02))
+    world.run(190)
+    assert world.layout.num_layers_of_rank(1) == 1
+    world.run()
+    assert world.layout == EVEN
+
+
 def test_rank_slow_from_the_start_is_told_by_the_layers_that_leave_it():
     def slowness(i: int) -> np.ndarray:
         return np.array([1.0, 2.0, 1.0, 1.0])

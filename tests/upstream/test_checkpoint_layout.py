@@ -5,7 +5,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from megatron_dynmo.adapters.checkpoint import restore_layout
+from megatron_dynmo.adapters.checkpoint import restore_layout, saved_arguments
 
 
 def save(folder, iteration, layout):
@@ -44,18 +44,30 @@ def test_a_non_persistent_checkpoint_counts_where_it_is_not_older(tmp_path, iter
     save(tmp_path, 4, "Et|t*3L")
     save(tmp_path / "non_persistent", iteration, "Et*3|tL")
     args = arguments(tmp_path, non_persistent_ckpt_type=kind)
-    restore_layout(args)
+    restore_layout(args, saved_arguments(args))
     assert args.pipeline_model_parallel_layout == found
 
 
 def test_the_number_of_layers_may_be_in_the_checkpoint_alone(tmp_path):
     save(tmp_path, 4, "Et|t*3L")
     args = arguments(tmp_path, num_layers=None)
-    restore_layout(args)
+    restore_layout(args, saved_arguments(args))
     assert args.pipeline_model_parallel_layout == "Et|t*3L"
 
 
 def test_no_checkpoint_is_no_wish(tmp_path):
     args = arguments(tmp_path)
-    restore_layout(args)
+    restore_layout(args, saved_arguments(args))
     assert args.pipeline_model_parallel_layout is None
+
+
+class NotMegatrons:
+    """A class that no checkpoint of Megatron's holds."""
+
+
+def test_a_file_that_would_run_code_is_left_alone(tmp_path, caplog):
+    save(tmp_path, 4, NotMegatrons())
+    args = arguments(tmp_path)
+    restore_layout(args, saved_arguments(args))
+    assert args.pipeline_model_parallel_layout is None
+    assert "cannot read the arguments in the checkpoint" in caplog.text

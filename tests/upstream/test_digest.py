@@ -3,7 +3,7 @@
 import torch
 
 from megatron_dynmo.adapters.digest import hash_unit
-from megatron_dynmo.adapters.stage import saved_buffers
+from megatron_dynmo.adapters.layer_state import saved_buffers
 
 
 class NoState:
