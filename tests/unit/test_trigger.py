@@ -186,17 +186,6 @@ def test_straggling_rank_gets_fewer_layers_and_gets_them_back(rank):
     assert world.total_ms < 0.95 * world.static_ms
 
 
-def test_a_straggler_with_one_layer_left_is_seen_to_recover():
-    def slowness(i: int) -> np.ndarray:
-        return np.array([1.0, 4.0 if 100 < i <= 200 else 1.0, 1.0, 1.0])
-
-    world = World(flat, EVEN, 400, slowness=slowness, noise=gaussian(0.02))
-    world.run(190)
-    assert world.layout.num_layers_of_rank(1) == 1
-    world.run()
-    assert world.layout == EVEN
-
-
 def test_rank_slow_from_the_start_is_told_by_the_layers_that_leave_it():
     def slowness(i: int) -> np.ndarray:
         return np.array([1.0, 2.0, 1.0, 1.0])
@@ -247,6 +236,23 @@ def test_whole_model_getting_slower_is_no_slow_rank():
     one_of_two[:, :4] *= 1.5
     assert changed(speeds, one_of_two, layout)
     assert speeds.slowness.tolist() == [1.5, 1.0]
+
+
+def test_one_layer_shows_that_a_slow_rank_recovered_but_not_that_it_became_slow():
+    speeds = RankSpeeds(4)
+    one_left = EVEN.with_boundaries([0, 9, 10, 17, 24])
+    times = np.full((2, L + 2), 1.0)
+    changed(speeds, times, EVEN)
+    slow = times.copy()
+    slow[:, 6:12] *= 2.0
+    assert changed(speeds, slow, EVEN)
+    assert speeds.slowness.tolist() == [1.0, 2.0, 1.0, 1.0]
+    still_slow = times.copy()
+    still_slow[:, 9] *= 2.0
+    assert not changed(speeds, still_slow, one_left)
+    assert changed(speeds, times, one_left)
+    assert speeds.all_healthy
+    assert not changed(speeds, still_slow, one_left)
 
 
 # -------------------------------------------------------------------- moves that do not pay
