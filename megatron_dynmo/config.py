@@ -11,60 +11,15 @@ import dataclasses
 import difflib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megatron_dynmo.errors import ConfigError
+from megatron_dynmo.flags import auto_or_count, count, flag, gigabytes, non_negative, percent
+from megatron_dynmo.flags.group import FlagGroup
 
 PREFIX = "--dynmo-"
-
-
-def _flag(default: Any, help: str, **kwargs: Any) -> Any:
-    """Declare a config field together with its command line flag."""
-    return field(default=default, metadata={"help": help, "argparse": kwargs})
-
-
-def _auto_or_count(text: str) -> int | None:
-    """Parse 'auto' (None) or a whole number >= 1."""
-    if text == "auto":
-        return None
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be 'auto' or at least 1, got {text}")
-    return value
-
-
-def _count(text: str) -> int:
-    """Parse a whole number >= 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
-
-
-def _non_negative(text: str) -> int:
-    """Parse a whole number >= 0."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
-    return value
-
-
-def _percent(text: str) -> float:
-    """Parse a percentage >= 0."""
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a percentage >= 0, got {text}")
-    return value
-
-
-def _gigabytes(text: str) -> float:
-    """Parse a positive number of GB."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a positive number of GB, got {text}")
-    return value
 
 
 @dataclass(frozen=True)
@@ -112,70 +67,74 @@ class _OneLineParser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
+FLAG_GROUPS: tuple[type[FlagGroup], ...] = ()
+"""The groups that DynMoConfig inherits, dynamics in the order in which they act on a layer."""
+
+
 @dataclass(frozen=True)
-class DynMoConfig:
+class DynMoConfig(FlagGroup):
     """All settings of megatron_dynmo; the defaults need no thought.
 
     Every field is one `--dynmo-*` flag: `min_gain_pct` is `--dynmo-min-gain-pct`.
     """
 
-    mode: str = _flag(
+    mode: str = flag(
         "balance",
         "off: Megatron unpatched; observe: measure and advise; balance: move layers",
         choices=["off", "observe", "balance"],
     )
-    device: str = _flag(
+    device: str = flag(
         "auto",
         "auto: CPU over gloo where CUDA is absent; cuda: refuse to run without; cpu: run on CPU",
         choices=["auto", "cuda", "cpu"],
     )
-    balancer: str = _flag(
+    balancer: str = flag(
         "partition",
         "partition: exact min-max split; diffusion: neighbours hand over boundary layers",
         choices=["partition", "diffusion"],
     )
-    weight: str = _flag(
+    weight: str = flag(
         "time", "what a layer weighs in a split", choices=["time", "params", "memory"]
     )
-    interval: int | None = _flag(
+    interval: int | None = flag(
         None,
         "decide every N iterations instead of when the trigger says so",
-        type=_auto_or_count,
+        type=auto_or_count,
         metavar="N",
     )
-    window: int = _flag(3, "iterations measured per decision", type=_count, metavar="N")
-    cooldown: int | None = _flag(
-        None, "iterations to wait after a move", type=_auto_or_count, metavar="N"
+    window: int = flag(3, "iterations measured per decision", type=count, metavar="N")
+    cooldown: int | None = flag(
+        None, "iterations to wait after a move", type=auto_or_count, metavar="N"
     )
-    min_gain_pct: float = _flag(
-        2.0, "predicted gain in percent below which nothing moves", type=_percent, metavar="X"
+    min_gain_pct: float = flag(
+        2.0, "predicted gain in percent below which nothing moves", type=percent, metavar="X"
     )
-    memory_cap_gb: float | None = _flag(
+    memory_cap_gb: float | None = flag(
         None,
         "limit of parameters, optimizer state and activations per stage, in GB of 1e9 bytes "
         "(default: the device's memory)",
-        type=_gigabytes,
+        type=gigabytes,
         metavar="X",
     )
-    force_layout: str = _flag(
+    force_layout: str = flag(
         "",
         "move to exactly this layout after an iteration, and never by itself: "
         "ITER:LAYOUT[;ITER:LAYOUT...]",
         metavar="TEXT",
     )
-    log_dir: str | None = _flag(None, "folder for events.jsonl", metavar="DIR")
-    digest_interval: int = _flag(
+    log_dir: str | None = flag(None, "folder for events.jsonl", metavar="DIR")
+    digest_interval: int = flag(
         0,
         "write a layout-independent digest of parameters and optimizer state every N iterations",
-        type=_non_negative,
+        type=non_negative,
         metavar="N",
     )
-    layer_rng: bool = _flag(
+    layer_rng: bool = flag(
         False,
         "dropout streams by layer, micro-batch and iteration, so that dropout does not depend on "
         "the layout",
     )
-    emulate: str | None = _flag(
+    emulate: str | None = flag(
         None,
         "tests and benchmarks only: run on emulated devices, whose virtual time this file "
         "describes (docs/emulation.md)",
@@ -189,6 +148,13 @@ class DynMoConfig:
                 f"--dynmo-force-layout moves layers, which --dynmo-mode {self.mode} does not; "
                 "use --dynmo-mode balance"
             )
+        for group in FLAG_GROUPS:
+            group.check(self)
+        if self.dynamics and self.mode == "off":
+            raise ConfigError(
+                f"{' and '.join(self.dynamics)} patch Megatron, which --dynmo-mode off does not; "
+                "use --dynmo-mode observe to train them without moving layers"
+            )
         if self.log_dir is not None and Path(self.log_dir).is_file():
             raise ConfigError(f"--dynmo-log-dir {self.log_dir} is a file, give a folder")
         if self.emulate is not None:
@@ -197,6 +163,11 @@ class DynMoConfig:
             from megatron_dynmo.emulate.emulation_file import read_emulation  # needs numpy
 
             read_emulation(self.emulate)  # a wrong file is a mistake in a flag
+
+    @property
+    def dynamics(self) -> tuple[str, ...]:
+        """The kinds of dynamics that are on, in their fixed order."""
+        return tuple(g.kind for g in FLAG_GROUPS if g.kind is not None and g.is_on(self))
 
     @property
     def forced_moves(self) -> tuple[ForcedMove, ...]:

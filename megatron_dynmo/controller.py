@@ -21,6 +21,7 @@ from megatron_dynmo.migrator import Migrator, MoveRefused
 from megatron_dynmo.observer import Observer
 from megatron_dynmo.patching import PatchSet
 from megatron_dynmo.plan import build_plan
+from megatron_dynmo.profile_report import ProfileReport
 from megatron_dynmo.reporter import Reporter
 from megatron_dynmo.transport import Transport
 from megatron_dynmo.trigger import Decision
@@ -35,12 +36,21 @@ class Controller:
     Args:
         config: the settings.
         patches: the set this controller hangs off; its digest is compared across ranks.
+
+    Attributes:
+        dynamics: the run's `Dynamics`, made when its first layers are built; None without any.
     """
 
     def __init__(self, config: DynMoConfig, patches: PatchSet) -> None:
         self._config = config
         self._patches = patches
         self._session: _Session | None = None
+        self.dynamics: Any = None
+
+    @property
+    def config(self) -> DynMoConfig:
+        """The settings."""
+        return self._config
 
     @property
     def must_move(self) -> bool:
@@ -98,8 +108,9 @@ class Controller:
         if session is None:
             return
         session.measure(iteration, losses, grad_norm)
+        has_changed = session.change(iteration, grad_norm)
         if not session.force(iteration):
-            session.balance(iteration)
+            session.balance(iteration, has_changed)
         session.remember()
         session.report(iteration)
 
@@ -137,6 +148,8 @@ class _Session:
             config, run, self._layout, None if memory is None else consensus.least(memory)
         )
         self._has_learned = False
+        self._has_reformed = False
+        self._latest: ProfileReport | None = None
         self._consensus = consensus
         transport = Transport(
             topology.pp_group, topology.pp_global_ranks, run.device, timeout_s=run.timeout_s
@@ -153,19 +166,43 @@ class _Session:
     def begin_iteration(self, iteration: int) -> None:
         if self._layer_rng is not None:
             self._layer_rng.begin_iteration(iteration)
+        self._run.begin_dynamics(iteration)
         self.observer.begin_iteration()
 
     def measure(self, iteration: int, losses: dict[str, Any], grad_norm: Any) -> None:
         iteration_ms = self.observer.end_iteration(iteration)
         self._reporter.iteration(iteration, iteration_ms, losses, grad_norm)
 
-    def balance(self, iteration: int) -> None:
-        """At the end of a window: profile, decide and move."""
-        if not self.observer.is_window_full:
-            return
+    def change(self, iteration: int, grad_norm: Any) -> bool:
+        """Let the dynamics act, and tell what they changed to the log and to the trigger.
+
+        Returns:
+            Whether expected costs changed.
+        """
+        changes = self._run.change(iteration, grad_norm)
+        for kind, what in changes.events:
+            self._reporter.dynamics(iteration, kind, what)
+        self._decider.announce(iteration + 1, changes.hints)
+        self._has_reformed |= changes.has_reformed
+        return bool(changes.hints)
+
+    def balance(self, iteration: int, has_changed: bool) -> None:
+        """At the end of a window, or when the dynamics changed the costs: decide and move."""
+        is_early = has_changed and self._latest is not None and self._decider.is_due(iteration)
+        if self.observer.is_window_full or is_early:
+            self._decide(iteration)
+        if self._has_reformed:
+            # Other parameters: measured bytes are out of date, and buffers are cold again.
+            self.observer.attach()
+        self._has_reformed = False
+
+    def _decide(self, iteration: int) -> None:
         reports = self.observer.collect()
-        latest = reports[-1][1]
-        self._reporter.profile(iteration, latest, self._layout)
+        if reports:
+            self._latest = reports[-1][1]
+            self._reporter.profile(iteration, self._latest, self._layout)
+        latest = self._latest
+        assert latest is not None
         if self._run.topology.pp_size == 1:
             return
         self._has_learned = True
@@ -216,6 +253,7 @@ class _Session:
         interval = self._config.digest_interval
         if interval and iteration % interval == 0:
             self._reporter.digest(iteration, self._run.digests())
+        self._reporter.counters(iteration, self._run.counters())
         self._reporter.live(iteration, self._layout)
 
     def _move(self, iteration: int, new: LayerLayout) -> None:
@@ -231,6 +269,7 @@ class _Session:
             return
         self._layout = new
         self.observer.attach()
+        self._has_reformed = False
         if self._layer_rng is not None:
             self._layer_rng.attach(self._run.model)
         self._decider.moved(iteration, new, report)

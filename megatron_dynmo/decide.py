@@ -19,7 +19,7 @@ from megatron_dynmo.errors import BalanceError, ConfigError
 from megatron_dynmo.layout import LayerLayout
 from megatron_dynmo.migrator import MigrationReport
 from megatron_dynmo.profile_report import ProfileReport
-from megatron_dynmo.trigger import Decision, Trigger, TriggerSettings
+from megatron_dynmo.trigger import CostHint, Decision, Trigger, TriggerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,20 @@ class Decider:
             )
             return Trigger(settings, choose=self._choose)
         return trigger
+
+    def announce(self, iteration: int, changes: Sequence[tuple[int, float, float]]) -> None:
+        """Take note of costs that are about to change.
+
+        Args:
+            iteration: the first one with the new costs.
+            changes: (layer_number, forward, backward): new time over old time.
+        """
+        if changes:
+            self._trigger.announce(CostHint(iteration, *change) for change in changes)
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether a decision is worth taking after this iteration, window full or not."""
+        return self._trigger.is_due(iteration)
 
     def remember(self) -> None:
         """Put what decisions rest on where checkpoints take it from; not in the midst of a move."""

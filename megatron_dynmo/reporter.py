@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,15 @@ class Reporter:
             f" dynmo iteration {iteration:6d} | moved {len(report.layer_numbers)} layers, "
             f"{report.num_bytes / 1e6:.1f} MB in {report.duration_ms:.0f} ms: {old} -> {new}"
         )
+
+    def dynamics(self, iteration: int, kind: str, what: Mapping[str, Any]) -> None:
+        """Write what a dynamic changed."""
+        self._log.write(iteration, events.dynamics_event(kind, **what))
+
+    def counters(self, iteration: int, values: Mapping[str, float]) -> None:
+        """Write numbers of the dynamics, once a logging interval."""
+        if values and iteration % self._run.log_interval == 0:
+            self._scalars.write(iteration, {f"dynmo/{k}": v for k, v in values.items()})
 
     def digest(self, iteration: int, found: dict[str, str]) -> None:
         """Write the digests of a model."""

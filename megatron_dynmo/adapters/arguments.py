@@ -28,6 +28,11 @@ def prepare(args: Namespace) -> None:
     if config.mode == "balance" and args.pipeline_model_parallel_size > 1:
         checkpoint.restore_layout(args, saved)
     checkpoint.restore_memory(args, saved)
+    if config.dynamics:
+        from megatron_dynmo.dynamics import dynamics  # only where asked for: they import kernels
+
+        dynamics.require_supported(config, args)
+        dynamics.restored_state(args, saved)
     checkpoint.require_same_buckets(args, saved, config.mode == "balance")
     if getattr(args, "use_checkpoint_args", False):
         return  # as above

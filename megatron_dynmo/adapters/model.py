@@ -96,11 +96,21 @@ def _chunk_of(vp_stage: int, outer: torch.nn.Module) -> ModelChunk:
     return ModelChunk(vp_stage, outer, inner, block, dtype)
 
 
-def decoder_layer_specs(chunk: ModelChunk) -> list[ModuleSpec]:
+def decoder_layer_specs(chunk: ModelChunk, dynamics: Any = None) -> list[ModuleSpec]:
     """Return the spec of every decoder layer of the whole model, not only of this chunk.
 
     A live block knows only the specs of its own layers, and none at all when it owns no layer.
+
+    Args:
+        chunk: any chunk of the model.
+        dynamics: the run's `Dynamics`, which shape and run layers; None without any.
     """
+    specs = _stock_layer_specs(chunk)
+    return specs if dynamics is None else [dynamics.wrap(spec) for spec in specs]
+
+
+def _stock_layer_specs(chunk: ModelChunk) -> list[ModuleSpec]:
+    """The specs as Megatron makes them."""
     config: TransformerConfig = chunk.block.config
     spec = chunk.core.transformer_layer_spec
     if isinstance(spec, ModuleSpec) and issubclass(spec.module, BaseTransformerLayer):

@@ -15,8 +15,10 @@ from megatron_dynmo.adapters.digest import digests
 from megatron_dynmo.adapters.layer_rng import LayerRng
 from megatron_dynmo.adapters.stage import MegatronStage
 from megatron_dynmo.adapters.topology import Topology
+from megatron_dynmo.changes import Changes, announced
 from megatron_dynmo.clock import Clock, make_clock
 from megatron_dynmo.config import DynMoConfig
+from megatron_dynmo.dynamics.protocol import Step
 from megatron_dynmo.errors import LayoutError
 from megatron_dynmo.layout import LayerLayout
 from megatron_dynmo.migrator import MigrationReport
@@ -30,14 +32,16 @@ class MegatronRun:
     Args:
         model: Megatron's `model` list.
         optimizer: Megatron's ChainedOptimizer; None when nothing is trained.
+        dynamics: the run's `Dynamics`; None without any.
     """
 
-    def __init__(self, model: Sequence[Any], optimizer: Any) -> None:
+    def __init__(self, model: Sequence[Any], optimizer: Any, dynamics: Any = None) -> None:
         self.args = get_args()
         self.topology = Topology.of_this_rank()
         self.model = model
         self.optimizer = optimizer
-        self.stage = MegatronStage(self.topology, model, optimizer, self.args)
+        self.dynamics = dynamics
+        self.stage = MegatronStage(self.topology, model, optimizer, self.args, dynamics)
 
     @property
     def num_layers(self) -> int:
@@ -90,6 +94,35 @@ class MegatronRun:
     def timeout_s(self) -> float:
         """How long a rank waits for another one: Megatron's --distributed-timeout-minutes."""
         return float(self.args.distributed_timeout_minutes * 60)
+
+    def begin_dynamics(self, iteration: int) -> None:
+        """Let the dynamics get ready for an iteration."""
+        if self.dynamics is not None:
+            self.dynamics.begin_iteration(iteration)
+
+    def change(self, iteration: int, grad_norm: Any) -> Changes:
+        """Let the dynamics act after an iteration.
+
+        Collective:
+            All ranks of the world.
+        """
+        if self.dynamics is None:
+            return Changes()
+        before = self.dynamics.all_factors(self.num_layers)
+        reforms = self.stage.num_reforms
+        norm = None if grad_norm is None else float(grad_norm)
+        found = self.dynamics.after_step(Step(iteration, self, norm))
+        return Changes(
+            events=tuple((change.kind, change.what) for change in found),
+            hints=tuple(announced(before, self.dynamics.all_factors(self.num_layers)))
+            if found
+            else (),
+            has_reformed=self.stage.num_reforms > reforms,
+        )
+
+    def counters(self) -> dict[str, float]:
+        """Numbers of the dynamics for TensorBoard and W&B."""
+        return {} if self.dynamics is None else self.dynamics.counters()
 
     def check_movable(self, config: DynMoConfig) -> None:
         """Refuse a model whose layers cannot be moved, now that it is known whole.
@@ -177,6 +210,8 @@ class MegatronRun:
             lambda: int(self.args.curr_iteration) + 1,
         )
         device.attach(self.chunk_modules())
+        if self.dynamics is not None:
+            device.follow(self.dynamics.factors)
         return device.clock
 
     @property

@@ -63,9 +63,11 @@ class MegatronStage:
         model: Megatron's `model` list.
         optimizer: Megatron's ChainedOptimizer.
         args: Megatron's arguments.
+        dynamics: the run's `Dynamics`; None without any.
 
     Attributes:
         new_tensors: see `Stage`.
+        num_reforms: how often wrapper and optimizer were rebuilt because parameters changed.
     """
 
     new_tensors = ("state/", "extra/")
@@ -76,15 +78,18 @@ class MegatronStage:
         model: Sequence[Any],
         optimizer: Any,
         args: Namespace,
+        dynamics: Any = None,
     ) -> None:
         self._topology = topology
         self._model = model
         self._optimizer = optimizer
         self._args = args
+        self._dynamics = dynamics
         self.chunks = models.chunks_of(model)
         self.config = models.model_config(model)
         self._codec: StateCodec | None = None
         self._pending = _Pending()
+        self.num_reforms = 0
 
     @functools.cached_property
     def specs(self) -> list[Any]:
@@ -93,7 +98,7 @@ class MegatronStage:
         Raises:
             ConfigError: It cannot be told, so no layer can be built for a move.
         """
-        return models.decoder_layer_specs(self.chunks[0])
+        return models.decoder_layer_specs(self.chunks[0], self._dynamics)
 
     @property
     def layout(self) -> LayerLayout:

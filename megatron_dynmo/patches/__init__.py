@@ -16,6 +16,7 @@ def all_specs() -> tuple[PatchSpec, ...]:
         buckets,
         checkpoint_fixes,
         emulation,
+        layers,
         numerics,
         schedules,
         training,
@@ -24,6 +25,7 @@ def all_specs() -> tuple[PatchSpec, ...]:
     return (
         *training.specs(),
         *schedules.specs(),
+        *layers.specs(),
         *buckets.specs(),
         *numerics.specs(),
         *checkpoint_fixes.specs(),
@@ -42,6 +44,7 @@ def specs_for(config: DynMoConfig, *, on_cpu: bool) -> tuple[PatchSpec, ...]:
     from megatron_dynmo.patches import (
         buckets,
         checkpoint_fixes,
+        layers,
         numerics,
         schedules,
         training,
@@ -51,7 +54,11 @@ def specs_for(config: DynMoConfig, *, on_cpu: bool) -> tuple[PatchSpec, ...]:
     chosen: tuple[PatchSpec, ...] = ()
     if config.mode != "off":
         chosen += training.specs() + schedules.specs()
-    if config.mode == "balance":
+    if config.dynamics:
+        chosen += layers.specs()
+    # With dynamics there is no stock run to be equal to, but a run that never moves must equal one
+    # that does.
+    if config.mode == "balance" or config.dynamics:
         chosen += buckets.specs() + numerics.specs()
     if config.mode != "off" or on_cpu:
         chosen += checkpoint_fixes.specs()

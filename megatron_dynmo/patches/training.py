@@ -51,7 +51,7 @@ def _joined(original: Callable[..., Any]) -> Callable[..., Any]:
             from megatron_dynmo.adapters.run import MegatronRun
 
             try:
-                run = MegatronRun(model, optimizer)
+                run = MegatronRun(model, optimizer, active.dynamics)
             except ConfigError as error:
                 if active.must_move:
                     raise

@@ -1,0 +1,210 @@
+"""All dynamics of a run as one: builds their layers, runs them after a step, keeps their state."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import orjson
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+
+from megatron_dynmo.config import DynMoConfig
+from megatron_dynmo.dynamics.protocol import Dynamic, LayerFactors, Step
+from megatron_dynmo.errors import ConfigError
+
+# Attribute of Megatron's arguments: the state of all dynamics as JSON text; it is in checkpoints.
+STATE = "dynmo_dynamics"
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What one dynamic did after a step.
+
+    Attributes:
+        kind: of the dynamic.
+        what: fields of its `dynamics` event.
+    """
+
+    kind: str
+    what: dict[str, Any]
+
+
+def kinds_of(config: DynMoConfig) -> list[type[Dynamic]]:
+    """The classes of the dynamics that the settings ask for, in their fixed order."""
+    return [
+        importlib.import_module(f"megatron_dynmo.dynamics.{kind}").DYNAMIC
+        for kind in config.dynamics
+    ]
+
+
+def require_supported(config: DynMoConfig, args: Namespace) -> None:
+    """Refuse dynamics that cannot work in this run.
+
+    Raises:
+        ConfigError: Every reason, with what to change.
+    """
+    reasons = [
+        f"{kind.kind}: {reason}"
+        for kind in kinds_of(config)
+        for reason in kind.refusals(config, args)
+    ]
+    if reasons:
+        raise ConfigError("; ".join(reasons))
+
+
+class Dynamics:
+    """The dynamics of a run.
+
+    Args:
+        config: the settings.
+        args: Megatron's arguments, validated; a checkpoint's state lies in them when there is one.
+
+    Raises:
+        ConfigError: The checkpoint's state does not fit.
+    """
+
+    def __init__(self, config: DynMoConfig, args: Namespace) -> None:
+        self._args = args
+        self._kinds: list[Dynamic] = [kind(config, args) for kind in kinds_of(config)]
+        self._classes: dict[type, type] = {}
+        self._restore(getattr(args, STATE, None))
+
+    def __iter__(self) -> Iterator[Dynamic]:
+        """Each dynamic, in the fixed order."""
+        return iter(self._kinds)
+
+    def wrap_block(self, submodules: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+        """A block's specs with layers that the dynamics shape and run."""
+        if not submodules.layer_specs:
+            return submodules
+        return dataclasses.replace(
+            submodules, layer_specs=[self.wrap(spec) for spec in submodules.layer_specs]
+        )
+
+    def wrap(self, spec: ModuleSpec) -> ModuleSpec:
+        """A layer's spec whose module is the same layer, shaped and run by the dynamics."""
+        module = spec.module
+        if not isinstance(module, type) or not issubclass(module, BaseTransformerLayer):
+            raise ConfigError(
+                f"{module} is no transformer layer, so {self._names} cannot be used with it"
+            )
+        if getattr(module, "dynmo_dynamics", None) is self:
+            return spec
+        if module not in self._classes:
+            self._classes[module] = self._subclass(module)
+        return dataclasses.replace(spec, module=self._classes[module])
+
+    def _subclass(self, base: type) -> type:
+        dynamics = self
+
+        class Layer(base):
+            dynmo_dynamics = dynamics
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                for kind in dynamics:
+                    kind.shape(self)
+
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                return dynamics.forward(self, super().forward, *args, **kwargs)
+
+        Layer.__name__ = base.__name__
+        Layer.__qualname__ = base.__qualname__
+        Layer.__module__ = base.__module__
+        return Layer
+
+    def forward(self, layer: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a layer through all dynamics, the first kind outermost."""
+        for kind in reversed(self._kinds):
+            inner = partial(kind.forward, layer, inner)
+        return inner(*args, **kwargs)
+
+    def begin_iteration(self, iteration: int) -> None:
+        """Before a step; see `Dynamic.begin_iteration`."""
+        for kind in self._kinds:
+            kind.begin_iteration(iteration)
+
+    def after_step(self, step: Step) -> list[Change]:
+        """Let every dynamic decide; see `Dynamic.after_step`.
+
+        Returns:
+            What changed, in order.
+
+        Collective:
+            All ranks of the world.
+        """
+        changes = []
+        for kind in self._kinds:
+            what = kind.after_step(step)
+            if what is not None:
+                changes.append(Change(kind.kind, dict(what)))
+        if changes:
+            self.remember()
+        return changes
+
+    def factors(self, layer_number: int) -> LayerFactors:
+        """Expected cost of a layer, all dynamics together."""
+        forward = backward = 1.0
+        for kind in self._kinds:
+            one = kind.factors(layer_number)
+            forward, backward = forward * one.forward, backward * one.backward
+        return LayerFactors(forward, backward)
+
+    def all_factors(self, num_layers: int) -> tuple[LayerFactors, ...]:
+        """`factors` of every layer of the model, in order."""
+        return tuple(self.factors(number) for number in range(1, num_layers + 1))
+
+    def counters(self) -> dict[str, float]:
+        """Numbers of all dynamics, as `KIND/NAME`."""
+        return {
+            f"{kind.kind}/{name}": value
+            for kind in self._kinds
+            for name, value in kind.counters().items()
+        }
+
+    def remember(self) -> None:
+        """Put the state where checkpoints take it from."""
+        states = {kind.kind: kind.state() for kind in self._kinds}
+        setattr(self._args, STATE, orjson.dumps(states).decode())
+
+    def _restore(self, text: str | None) -> None:
+        if text is None:
+            return
+        try:
+            states = orjson.loads(text)
+            saved = set(states)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"the state of the dynamics in the checkpoint cannot be read: {error}; "
+                "resume from an older checkpoint"
+            ) from error
+        for missing in sorted(saved - {kind.kind for kind in self._kinds}):
+            raise ConfigError(
+                f"the checkpoint was saved with {missing} in use; give the same flags again, or "
+                "load only the weights of a run that used none"
+            )
+        for kind in self._kinds:
+            if kind.kind in states:
+                kind.restore(states[kind.kind])
+
+    @property
+    def _names(self) -> str:
+        return " and ".join(kind.kind for kind in self._kinds)
+
+
+def restored_state(args: Namespace, saved: Namespace | None) -> None:
+    """Take the state of the dynamics from the checkpoint that is loaded, if it has one.
+
+    Args:
+        args: parsed; the text is put where it will be saved from again.
+        saved: Megatron's arguments in the checkpoint; None without one.
+    """
+    text = getattr(saved, STATE, None)
+    if isinstance(text, str) and not args.finetune:
+        setattr(args, STATE, text)

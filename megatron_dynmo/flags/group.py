@@ -1,0 +1,27 @@
+"""A group of flags that belong to one part of the package."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class FlagGroup:
+    """Base of the frozen dataclasses that `DynMoConfig` inherits its fields from.
+
+    Attributes:
+        kind: module of `megatron_dynmo.dynamics` that these flags turn on; None where the flags
+            are no dynamic's.
+    """
+
+    kind: ClassVar[str | None] = None
+
+    def is_on(self) -> bool:
+        """Whether the flags ask for the dynamic."""
+        return False
+
+    def check(self) -> None:
+        """Refuse values that do not fit together.
+
+        Raises:
+            ConfigError: Names the flags, the values and what to change.
+        """
