@@ -1,6 +1,6 @@
-"""Context parallelism for Megatron's local attention, which leaves it to TransformerEngine.
+"""Context parallelism and latent attention for Megatron's local attention.
 
-Meant for tests and small runs: every rank of the context-parallel group gathers the whole
+Megatron leaves both to TransformerEngine. Meant for tests and small runs: every rank of the context-parallel group gathers the whole
 sequence, computes all of its attention and keeps its own part, so nothing is saved but the
 activations outside attention.
 """
@@ -11,13 +11,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.patching import Kind, PatchSpec
 
 
 def _built_as_alone(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `DotProductAttention.__init__` so that it does not ask for TransformerEngine."""
+    """Wrap `DotProductAttention.__init__` so that it does not ask for TransformerEngine.
 
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    Latent attention names the widths of keys and values, which the local attention takes from the
+    tensors, except for that of its output.
+    """
+
+    def __init__(
+        self: Any,
+        config: Any,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if v_channels not in (None, config.kv_channels):
+            raise ConfigError(
+                f"--v-head-dim {v_channels} differs from --kv-channels {config.kv_channels}: on a "
+                f"CPU give --kv-channels {v_channels} too"
+            )
         size, config.context_parallel_size = config.context_parallel_size, 1
         try:
             original(self, config, *args, **kwargs)
@@ -106,7 +123,8 @@ def context_parallel_specs() -> tuple[PatchSpec, ...]:
                 "cp_comm_type",
                 "pg_collection",
             ),
-            reason="it refuses context parallelism, which TransformerEngine alone does on a GPU",
+            reason="it refuses context parallelism and does not know the arguments of latent "
+            "attention, which TransformerEngine alone does on a GPU",
             seam_tried="a layer spec of our own: the user's specs would not get it",
             remove_when="local attention supports context parallelism",
         ),

@@ -178,7 +178,7 @@ def random_cell(configuration: Configuration, seed: int) -> Cell:
     """Draw moves for a configuration, the same for the same seed.
 
     Every split of the layers is as likely as any other, those with stages without layers among
-    them, except the one in force.
+    them, except the one in force, and those that would move the layer which MTP hangs on.
     """
     draw = random.Random(seed)
     start = LayerLayout.even(
@@ -213,5 +213,7 @@ def _another(layout: LayerLayout, draw: random.Random) -> LayerLayout:
         bars = sorted(draw.sample(range(places), layout.num_chunks - 1))
         inner = [bar - index for index, bar in enumerate(bars)]
         drawn = layout.with_boundaries([0, *inner, layout.num_layers])
-        if drawn != layout:
+        last = layout.num_layers
+        is_pinned = layout.mtp_num_layers > 0
+        if drawn != layout and (not is_pinned or drawn.owner_of(last) == layout.owner_of(last)):
             return drawn
