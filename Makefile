@@ -8,6 +8,8 @@ STAMP := $(VENV)/.installed
 # One thread a rank: two ranks on two cores must not fight over them.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Where it is set, every rank of every test compiles torch and Megatron anew (16 s of CPU each).
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup format lint types test test-unit test-upstream test-distributed test-e2e \
 	test-matrix demo bench bench-balancers bench-trigger bench-migration patches docs lock dist clean

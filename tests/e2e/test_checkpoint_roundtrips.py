@@ -50,9 +50,8 @@ def go_on_alike(resumed, whole, iterations):
         assert resumed.losses[iteration] == whole.losses[iteration]
 
 
-@pytest.mark.parametrize(
-    "model", ["bf16, tied", pytest.param("MoE, fp32, untied", marks=pytest.mark.matrix)]
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("model", ["bf16, tied", "MoE, fp32, untied"])
 def test_a_checkpoint_after_moves_loads_without_us_and_comes_back(model, run, tmp_path):
     flags, saved = MODELS[model], tmp_path / "saved"
     save = ("--save", str(saved), "--save-interval", "2")

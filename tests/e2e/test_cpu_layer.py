@@ -63,6 +63,7 @@ def test_trains(cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.matrix
 def test_overlap_changes_no_bit() -> None:
     # The order in which the gradient norm is summed follows the buckets, so nothing is clipped.
     flags = f"{DISTRIBUTED_OPTIMIZER} --bf16 --clip-grad 0 --ddp-bucket-size 4000"
@@ -72,6 +73,7 @@ def test_overlap_changes_no_bit() -> None:
         assert other["parameters"] == one["parameters"]
 
 
+@pytest.mark.matrix
 def test_recompute_with_dropout_changes_no_bit() -> None:
     plain, recomputed = (_train(2, f"{PP2} {DROPOUT} {flags}") for flags in ("", RECOMPUTE))
     assert plain == recomputed
@@ -83,7 +85,7 @@ def test_recompute_with_dropout_changes_no_bit() -> None:
         pytest.param(
             f"{PP2} {DROPOUT} {RECOMPUTE}", id="pp2-fp32-dropout", marks=pytest.mark.matrix
         ),
-        pytest.param(f"{PP2} --bf16", id="pp2-bf16"),
+        pytest.param(f"{PP2} --bf16", id="pp2-bf16", marks=pytest.mark.matrix),
         pytest.param(
             f"{TP2} --sequence-parallel {DROPOUT}",
             id="tp2-sequence-parallel-dropout",
@@ -101,6 +103,7 @@ def test_recompute_with_dropout_changes_no_bit() -> None:
         pytest.param(
             f"{MOE} --expert-model-parallel-size 2 {DISTRIBUTED_OPTIMIZER} --bf16",
             id="moe-ep2-bf16-dp-reshardable",
+            marks=pytest.mark.matrix,
         ),
     ],
 )

@@ -122,6 +122,7 @@ class TestSameAsAUsersScript:
         assert len(ours[0]) == 4
         assert sum("lm loss value" in number for number in ours[1]) == 4
 
+    @pytest.mark.matrix
     def test_each_part_from_its_own_data(self, tmp_path, corpora):
         tokenizer, a, b = corpora
         fork, ours = both_ways(
@@ -137,6 +138,7 @@ class TestSameAsAUsersScript:
 
 
 class TestDropIn:
+    @pytest.mark.matrix
     def test_fill_in_the_middle_changes_the_data(self, tmp_path, corpora):
         tokenizer, a, _ = corpora
         words = [*REAL_DATA, *tokenizer, "--data-path", a, "--split", "90,8,2"]

@@ -42,7 +42,10 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(c, id=c.name, marks=[pytest.mark.matrix] * (c.ranks > 2)) for c in CELLS],
+)
 def test_a_moved_run_equals_the_unmoved_one(cell, tmp_path):
     row = compare(cell, tmp_path)
     assert row["loss_equal"] and row["digests_equal"], row
@@ -113,6 +116,7 @@ def _loss_scale(step, model, optimizer):
     return float(optimizer.get_loss_scale())
 
 
+@pytest.mark.matrix
 def test_case_29_an_overflow_in_the_middle_of_moves_keeps_one_loss_scale():
     flags = (*PP2, "--fp16", "--pipeline-model-parallel-layout", "Et|tttL", "--train-iters", "8")
     still, moved = (

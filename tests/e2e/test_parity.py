@@ -128,7 +128,17 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("cell", DIAGONAL + FURTHER, ids=lambda cell: cell.name)
+# Covered in CI by the conformance of dynamics, by the dropout streams and by the other cells.
+MATRIX_ONLY = (
+    "fp32 distopt overlap, PP 2 x DP 2",
+    "fp32, PP 2, full recompute",
+    "fp32, PP 2, dropout with --dynmo-layer-rng",
+    "fp32, PP 2 x TP 2",
+)
+IN_CI = [cell for cell in DIAGONAL[:-1] + FURTHER if cell.name not in MATRIX_ONLY]
+
+
+@pytest.mark.parametrize("cell", IN_CI, ids=lambda cell: cell.name)
 def test_a_moved_run_equals_the_unmoved_one(cell, tmp_path):
     row = compare(cell, tmp_path)
     assert row["loss_equal"] and row["digests_equal"], row

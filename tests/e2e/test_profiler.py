@@ -131,18 +131,21 @@ FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform")
 SELECTIVE = ("--recompute-granularity", "selective", "--recompute-modules")
 
 
+RUNS = {
+    "1f1b": ("Ett|ttL", COSTS, ()),
+    "empty stage": ("E|ttttL", COSTS, ("--untie-embeddings-and-output-weights",)),
+    "interleaved": ("Et|t|t|tL", COSTS, ()),
+    "full": ("Ett|ttL", with_recompute(COSTS), (*FULL, "--recompute-num-layers", "2")),
+    "core_attn": ("Ett|ttL", COSTS, (*SELECTIVE, "core_attn")),
+    # Stock Megatron 0.19.2 recurses without end when a recomputed MLP returns a bias.
+    "mlp": ("Ett|ttL", with_recompute(COSTS), (*SELECTIVE, "mlp", "--disable-bias-linear")),
+}
+IN_CI = ("1f1b", "interleaved", "full")
+
+
 @pytest.mark.parametrize(
     ("layout", "expected", "flags"),
-    [
-        ("Ett|ttL", COSTS, ()),
-        ("E|ttttL", COSTS, ("--untie-embeddings-and-output-weights",)),
-        ("Et|t|t|tL", COSTS, ()),
-        ("Ett|ttL", with_recompute(COSTS), (*FULL, "--recompute-num-layers", "2")),
-        ("Ett|ttL", COSTS, (*SELECTIVE, "core_attn")),
-        # Stock Megatron 0.19.2 recurses without end when a recomputed MLP returns a bias.
-        ("Ett|ttL", with_recompute(COSTS), (*SELECTIVE, "mlp", "--disable-bias-linear")),
-    ],
-    ids=["1f1b", "empty stage", "interleaved", "full", "core_attn", "mlp"],
+    [pytest.param(*RUNS[r], id=r, marks=[pytest.mark.matrix] * (r not in IN_CI)) for r in RUNS],
 )
 def test_reads_back_what_layers_and_edges_spend(layout, expected, flags):
     results = run_ranks(profile, 2, COSTS, True, *PP2, layout, "--train-iters", "2", *flags)

@@ -54,12 +54,14 @@ def test_an_uneven_start_is_put_right_in_the_first_window(run):
     assert {decision["action"] for decision in decisions[1:]} == {"stay"}
 
 
+@pytest.mark.matrix
 def test_a_slow_rank_gets_fewer_layers(run):
     decisions, _, layout = run(slow_last_rank, "Ett|ttL", 15)
     assert layout == "Et*3|tL"
     assert decisions[-1]["action"] == "stay"
 
 
+@pytest.mark.matrix
 def test_an_oscillating_load_does_not_thrash(run):
     decisions, moves, _ = run(oscillating, "Ett|ttL", 24)
     assert len(decisions) >= 4
