@@ -1,8 +1,8 @@
 """Context parallelism and latent attention for Megatron's local attention.
 
-Megatron leaves both to TransformerEngine. Meant for tests and small runs: every rank of the context-parallel group gathers the whole
-sequence, computes all of its attention and keeps its own part, so nothing is saved but the
-activations outside attention.
+Megatron leaves both to TransformerEngine. Meant for tests and small runs: every rank of the
+context-parallel group gathers the whole sequence, computes all of its attention and keeps its own
+part, so nothing is saved but the activations outside attention.
 """
 
 from collections.abc import Callable
