@@ -1,7 +1,8 @@
 """A position-sensitive 64-bit checksum of tensors, computed where they live.
 
 It guards moves against damage, not against an adversary, and is cheap enough to stay on: one pass
-over the bytes, on the device, with one number read back per tensor list.
+over the bytes where they are, with one number read back per tensor. On a CPU that is XXH3, several
+times as fast as what torch can express; on a GPU a weighted sum.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import xxhash
 
 _MULTIPLIER = 0x5851F42D4C957F2D  # odd, so that no position can cancel another's bits
-# Words that are weighted at a time: on a CPU what stays in a core's cache, elsewhere few kernels.
-_CPU_BLOCK, _BLOCK = 2**16, 2**22
+_BLOCK = 2**22  # words that are weighted at a time: few kernels, little memory
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
@@ -22,7 +23,7 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
         tensors: any dtypes, shapes and devices; only read.
 
     Returns:
-        Signed 64-bit integer; equal for equal bytes on every device and rank.
+        Signed 64-bit integer; equal for equal bytes on every rank with the same kind of device.
     """
     total = 0
     for tensor in tensors:
@@ -31,7 +32,17 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _one(tensor: torch.Tensor) -> int:
+    if not tensor.numel():
+        return 0
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return _on_host(flat) if flat.device.type == "cpu" else _on_device(flat)
+
+
+def _on_host(flat: torch.Tensor) -> int:
+    return _wrap(xxhash.xxh3_64_intdigest(flat.numpy().data))
+
+
+def _on_device(flat: torch.Tensor) -> int:
     if flat.storage_offset() % 4:
         flat = flat.clone()  # a view as 32-bit words must start at a word
     whole = flat.numel() // 4 * 4
@@ -43,7 +54,7 @@ def _one(tensor: torch.Tensor) -> int:
 
 def _weighted(words: torch.Tensor) -> torch.Tensor:
     """Sum of all words, each times twice its index plus one, modulo 2**64; on their device."""
-    size = min(words.numel(), _CPU_BLOCK if words.device.type == "cpu" else _BLOCK)
+    size = min(words.numel(), _BLOCK)
     weights = torch.arange(size, device=words.device) * 2 + 1
     room = torch.empty(size, dtype=torch.int64, device=words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)

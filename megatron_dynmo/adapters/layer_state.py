@@ -49,7 +49,8 @@ def extra_states(layer: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def extra_checksum(parcel: Parcel) -> int:
     """Checksum of the modules' extra state in a parcel."""
-    return checksum(t for name, t in sorted(parcel.tensors.items()) if name.startswith("extra/"))
+    extra = (t for name, t in sorted(parcel.tensors.items()) if name.startswith("extra/"))
+    return checksum(t.cpu() for t in extra)  # a module may have written it on the host
 
 
 def set_extra_states(layer: torch.nn.Module, parcel: Parcel) -> None:
