@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron_dynmo.adapters.optimizer import ParamState
 from megatron_dynmo.checksum import checksum
 from megatron_dynmo.transport import Parcel
 
@@ -60,3 +61,26 @@ def set_extra_states(layer: torch.nn.Module, parcel: Parcel) -> None:
         if key.startswith("extra/"):
             owner = key.removeprefix("extra/").removesuffix(_SUFFIX).rstrip(".")
             modules[owner].set_extra_state(value)
+
+
+def states_in(
+    parcel: Parcel, layer: torch.nn.Module
+) -> Iterator[tuple[torch.nn.Parameter, ParamState]]:
+    """The optimizer state in a parcel, by parameter of the layer that it came with."""
+    for name, param in layer.named_parameters():
+        if name not in parcel.values["shards"]:
+            continue
+        prefix = f"state/{name}/"
+        shard = parcel.values["shards"][name]
+        yield (
+            param,
+            ParamState(
+                tensors={
+                    key.removeprefix(prefix): tensor
+                    for key, tensor in parcel.tensors.items()
+                    if key.startswith(prefix)
+                },
+                scalars=dict(parcel.values["scalars"][name]),
+                shard=None if shard is None else (shard[0], shard[1]),
+            ),
+        )

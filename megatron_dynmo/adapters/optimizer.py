@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,7 +121,7 @@ class StateCodec:
         if "step" in tensors and not (slot.group.get("capturable") or slot.group.get("fused")):
             tensors["step"] = tensors["step"].cpu()  # where torch keeps it, also beside a GPU
         main = tensors.pop(MAIN, None)
-        if main is not None:
+        if main is not None and main.data_ptr() != slot.main.data_ptr():
             with torch.no_grad():
                 slot.main.copy_(main.view_as(slot.main))
         if tensors or scalars:
@@ -185,7 +186,12 @@ def release_parameters(optimizer: Any) -> None:
         member.optimizer.state.clear()
 
 
-def rebuild_optimizer(optimizer: Any, model: Sequence[torch.nn.Module], args: Namespace) -> None:
+def rebuild_optimizer(
+    optimizer: Any,
+    model: Sequence[torch.nn.Module],
+    args: Namespace,
+    making: AbstractContextManager[Any] | None = None,
+) -> None:
     """Make the optimizer fit the parameters the model holds now; per-parameter state is lost.
 
     The object stays the same, since the training loop holds it: its contents are replaced.
@@ -196,6 +202,7 @@ def rebuild_optimizer(optimizer: Any, model: Sequence[torch.nn.Module], args: Na
         optimizer: Megatron's ChainedOptimizer.
         model: Megatron's list of DDP-wrapped chunks, already rebuilt.
         args: Megatron's arguments.
+        making: entered while the new optimizer is made.
 
     Collective:
         All ranks of the world (Megatron aligns its parameter groups over it).
@@ -205,12 +212,13 @@ def rebuild_optimizer(optimizer: Any, model: Sequence[torch.nn.Module], args: Na
     old_members = optimizer.chained_optimizers
     _, overrides = training.get_megatron_optimizer_config(args)
     overrides = _with_mup(overrides, optimizer.config, model, args)
-    fresh = get_megatron_optimizer(
-        optimizer.config,
-        list(model),
-        config_overrides=overrides,
-        use_gloo_process_groups=args.use_gloo_process_groups,
-    )
+    with making or nullcontext():
+        fresh = get_megatron_optimizer(
+            optimizer.config,
+            list(model),
+            config_overrides=overrides,
+            use_gloo_process_groups=args.use_gloo_process_groups,
+        )
     assert len(fresh.chained_optimizers) == len(old_members)
     for old, new in zip(old_members, fresh.chained_optimizers, strict=True):
         _carry_over(old, new)

@@ -14,12 +14,14 @@ from megatron.training.async_utils import maybe_finalize_async_save
 
 from megatron_dynmo.adapters import model as models
 from megatron_dynmo.adapters import wrapper
+from megatron_dynmo.adapters.kept_masters import KeptMasters
 from megatron_dynmo.adapters.layer_state import (
     extra_checksum,
     extra_states,
     module_types,
     saved_buffers,
     set_extra_states,
+    states_in,
     weights,
 )
 from megatron_dynmo.adapters.layout import install_layout, live_layout
@@ -52,7 +54,7 @@ class _Pending:
 
     hooks_on: list[bool] = field(default_factory=list)
     incoming: dict[int, _Incoming] = field(default_factory=dict)
-    staying: list[tuple[torch.nn.Parameter, ParamState]] = field(default_factory=list)
+    states: list[tuple[torch.nn.Parameter, ParamState]] = field(default_factory=list)
 
 
 class MegatronStage:
@@ -220,7 +222,7 @@ class MegatronStage:
         """See `Stage.commit`."""
         pp_rank = self._topology.pp_rank
         leaving = {move.layer_number for move in plan.sent_by(pp_rank)}
-        self._pending.staying = self._staying_states(leaving)
+        self._pending.states = self._staying_states(leaving)
         removed = [p for n in leaving for p in self.layers()[n].parameters()]
         arriving: dict[int, list[Any]] = {chunk.vp_stage: [] for chunk in self.chunks}
         for move in plan.received_by(pp_rank):
@@ -247,15 +249,21 @@ class MegatronStage:
 
     def rebuild(self) -> None:
         """See `Stage.rebuild`."""
-        rebuild_optimizer(self._optimizer, self._model, self._args)
+        for number, incoming in self._pending.incoming.items():
+            assert incoming.parcel is not None, number
+            self._pending.states += states_in(incoming.parcel, incoming.layer)
+        rebuild_optimizer(
+            self._optimizer, self._model, self._args, KeptMasters(self._pending.states)
+        )
         self._codec = None
 
     def restore(self) -> None:
         """See `Stage.restore`."""
-        for param, state in self._pending.staying:
+        for param, state in self._pending.states:
             self.codec().install(param, state)
         for incoming in self._pending.incoming.values():
-            self._install(incoming)
+            assert incoming.parcel is not None
+            set_extra_states(incoming.layer, incoming.parcel)
         self._pending = _Pending()
         torch.cuda.empty_cache()
 
@@ -348,27 +356,6 @@ class MegatronStage:
         params += [param for _, param in self.parameters_outside_layers()]
         captured = ((param, self.codec().capture(param)) for param in params)
         return [(param, state) for param, state in captured if state is not None]
-
-    def _install(self, incoming: _Incoming) -> None:
-        """Give an attached layer the optimizer state that came with it."""
-        parcel = incoming.parcel
-        assert parcel is not None
-        for name, param in incoming.layer.named_parameters():
-            if name not in parcel.values["shards"]:
-                continue
-            prefix = f"state/{name}/"
-            shard = parcel.values["shards"][name]
-            state = ParamState(
-                tensors={
-                    key.removeprefix(prefix): tensor
-                    for key, tensor in parcel.tensors.items()
-                    if key.startswith(prefix)
-                },
-                scalars=dict(parcel.values["scalars"][name]),
-                shard=None if shard is None else (shard[0], shard[1]),
-            )
-            self.codec().install(param, state)
-        set_extra_states(incoming.layer, parcel)
 
 
 def _gradient_bytes(params: Iterable[torch.nn.Parameter]) -> int:

@@ -43,7 +43,8 @@ def _type(original: Callable[..., Any]) -> Callable[..., Any]:
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, *args, **kwargs)
         if isinstance(answer, str) and self.device.type == "cpu":
-            return answer.replace("torch.", "torch.cuda.", 1)
+            # A TorchFunctionMode comes back to this wrapper for the original.
+            return "torch.cuda." + answer.removeprefix("torch.").removeprefix("cuda.")
         return answer
 
     return type_
