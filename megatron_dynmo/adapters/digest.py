@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 
 from megatron_dynmo.adapters.layer_state import saved_buffers
 from megatron_dynmo.adapters.optimizer import MAIN, StateCodec
+from megatron_dynmo.adapters.shards import assemble, data_parallel_group, latest_step
 from megatron_dynmo.adapters.stage import MegatronStage
 from megatron_dynmo.adapters.topology import Topology
 
@@ -100,51 +100,20 @@ def _full_state(param: torch.nn.Parameter, codec: StateCodec) -> Iterator[tuple[
     """
     state = codec.capture(param)
     if codec.is_sharded(param):
-        group = _data_parallel_group(param)
+        group = data_parallel_group(param)
         tensors = {} if state is None else dict(state.tensors)
         main = tensors.pop(MAIN, None)
         if param.dtype != torch.float32:
-            yield MAIN, _assemble(param, main, state.shard if state else None, group)
+            yield MAIN, assemble(param, main, state.shard if state else None, group)
         for key in codec.moment_keys:
-            yield key, _assemble(param, tensors.get(key), state.shard if state else None, group)
-        yield "step", _latest_step(tensors.get("step"), param.device, group)
+            yield key, assemble(param, tensors.get(key), state.shard if state else None, group)
+        yield "step", latest_step(tensors.get("step"), param.device, group)
     elif state is not None:
         if MAIN in state.tensors:
             yield MAIN, state.tensors[MAIN]
         for key in codec.moment_keys:
             yield key, state.tensors.get(key, torch.zeros(param.numel(), device=param.device))
-        yield "step", _latest_step(state.tensors.get("step"), param.device, None)
-
-
-def _assemble(
-    param: torch.Tensor,
-    shard: torch.Tensor | None,
-    where: tuple[int, int] | None,
-    group: dist.ProcessGroup,
-) -> torch.Tensor:
-    """Put fp32 shards together by adding bit patterns; every element is non-zero on one rank."""
-    whole = torch.zeros(param.numel(), dtype=torch.int32, device=param.device)
-    if shard is not None and where is not None:
-        whole[where[0] : where[1]] = shard.detach().float().contiguous().view(-1).view(torch.int32)
-    dist.all_reduce(whole, group=group)
-    return whole
-
-
-def _latest_step(
-    step: torch.Tensor | None, device: torch.device, group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    value = torch.zeros(1, dtype=torch.float32, device=device)
-    if step is not None:
-        value += step.to(device).float()
-    if group is not None:
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
-    return value
-
-
-def _data_parallel_group(param: torch.nn.Parameter) -> dist.ProcessGroup:
-    if getattr(param, "allreduce", True):
-        return mpu.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
-    return mpu.get_expert_data_parallel_group(partial_expert_data_parallel=True)
+        yield "step", latest_step(state.tensors.get("step"), param.device, None)
 
 
 def _raw(tensor: torch.Tensor) -> memoryview:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 _PARAMETER_GROUPS = (
     "model_float16_groups",
@@ -82,6 +83,30 @@ class StateCodec:
     def __contains__(self, param: torch.Tensor) -> bool:
         """Whether this rank keeps state for the parameter."""
         return param in self._slots
+
+    def shard(self, param: torch.Tensor) -> tuple[int, int] | None:
+        """[start, end) of the flattened parameter that this rank keeps state for.
+
+        None where it keeps none, and where it keeps all of a parameter that is in no shards.
+        """
+        slot = self._slots.get(param)
+        return None if slot is None else slot.shard
+
+    def begin(self, param: torch.Tensor) -> None:
+        """Give a parameter that is trained from now on the state that Adam begins with.
+
+        Torch's Adam counts steps by parameter: a count of 0 makes its bias correction right. Other
+        optimizers begin by themselves; fused ones count for all parameters of a group together.
+        """
+        slot = self._slots.get(param)
+        if slot is None or not isinstance(slot.inner, torch.optim.Adam | torch.optim.AdamW):
+            return
+        main = slot.main.detach()
+        slot.inner.state[slot.main] = {
+            "step": torch.zeros((), dtype=torch.float32),
+            "exp_avg": torch.zeros_like(main),
+            "exp_avg_sq": torch.zeros_like(main),
+        }
 
     def capture(self, param: torch.nn.Parameter) -> ParamState | None:
         """Return the state of a parameter, or None where this rank keeps none for it.
@@ -219,9 +244,8 @@ def rebuild_optimizer(
             config_overrides=overrides,
             use_gloo_process_groups=args.use_gloo_process_groups,
         )
-    assert len(fresh.chained_optimizers) == len(old_members)
-    for old, new in zip(old_members, fresh.chained_optimizers, strict=True):
-        _carry_over(old, new)
+    for index, new in enumerate(fresh.chained_optimizers):
+        _carry_over(old_members, new, index)
     kept = {k: v for k, v in vars(optimizer).items() if k in ("step", "_has_grad_norm_group_cache")}
     vars(optimizer).clear()
     vars(optimizer).update(vars(fresh))
@@ -243,16 +267,43 @@ def _with_mup(overrides: Any, config: Any, model: Sequence[torch.nn.Module], arg
     return {**(overrides or {}), **mup} if mup else overrides
 
 
-def _carry_over(old: Any, new: Any) -> None:
-    """Copy what belongs to the run, not to the parameters, from one member to its successor."""
+def _carry_over(old_members: Sequence[Any], new: Any, index: int) -> None:
+    """Copy what belongs to the run, not to the parameters, from the old members to a new one.
+
+    Members and groups come in the order in which they came before, unless all parameters of one
+    were frozen or are thawed, in the whole world; then they are told apart by their settings.
+    """
+    groups = _groups(new)
+    wanted = [_identity(group) for group in groups]
+    at_place = old_members[index] if index < len(old_members) else None
+    if at_place is not None and [_identity(group) for group in _groups(at_place)] == wanted:
+        old, known = at_place, _groups(at_place)
+    else:
+        old = max(
+            old_members, key=lambda m: len({*wanted} & {_identity(group) for group in _groups(m)})
+        )
+        known = [group for member in (old, *old_members) for group in _groups(member)]
     if hasattr(old, "grad_scaler"):
         new.grad_scaler = old.grad_scaler
     if getattr(old, "_has_grad_norm_group_cache", None) is not None:
         # Finding it out again is a collective that only rebuilt ranks would enter.
         new._has_grad_norm_group_cache = dict(old._has_grad_norm_group_cache)
-    if new.optimizer is None or old.optimizer is None:
-        return
-    old_groups, new_groups = old.optimizer.param_groups, new.optimizer.param_groups
-    assert len(old_groups) == len(new_groups)
-    for old_group, new_group in zip(old_groups, new_groups, strict=True):
-        new_group.update({k: v for k, v in old_group.items() if k != "params"})
+    for group, identity in zip(groups, wanted, strict=True):
+        twin = next((g for g in known if _identity(g) == identity), None)
+        if twin is not None:
+            group.update({key: value for key, value in twin.items() if key != "params"})
+            continue
+        # Experts follow the schedule of the dense parameters; Megatron sets it after every step.
+        akin = next((g for g in known if _identity(g)[1:] == identity[1:]), None)
+        assert akin is not None, f"no parameter group to take the learning rate of {identity} from"
+        group.update({key: akin[key] for key in ("lr", "weight_decay") if key in akin})
+
+
+def _groups(member: Any) -> list[dict[str, Any]]:
+    return [] if member.optimizer is None else list(member.optimizer.param_groups)
+
+
+def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells one parameter group from another; whether it is of experts comes first."""
+    keys = (key for key in param_group_identifier_keys if key != "is_expert_parallel")
+    return (group.get("is_expert_parallel"), *(group.get(key) for key in keys))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from megatron_dynmo.adapters.optimizer import (
     rebuild_optimizer,
     release_parameters,
 )
+from megatron_dynmo.adapters.reform import Reformed, Replaced, reform
 from megatron_dynmo.adapters.topology import Topology
 from megatron_dynmo.checksum import checksum
 from megatron_dynmo.errors import ConservationError, MigrationError
@@ -296,6 +297,16 @@ class MegatronStage:
                 )
 
     # ---------------------------------------------------------------- the state of this rank
+
+    def reform(self, change: Callable[[], Replaced | None]) -> Reformed:
+        """Let `change` freeze, thaw, replace or resize parameters of this rank's layers.
+
+        See `megatron_dynmo.adapters.reform.reform`.
+
+        Collective:
+            All ranks of the world, in the same iteration.
+        """
+        return reform(self, change)
 
     def layers(self) -> dict[int, Any]:
         """Live layers of this rank by layer_number."""
