@@ -74,6 +74,7 @@ class Controller:
         consensus.require_same(
             f"{__version__} {self._patches.digest()} {self._config}", "patches and settings"
         )
+        run.start_dynamics()
         self._session = _Session(self._config, run, consensus)
 
     def begin_iteration(self, iteration: int) -> None:

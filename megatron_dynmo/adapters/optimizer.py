@@ -92,6 +92,25 @@ class StateCodec:
         slot = self._slots.get(param)
         return None if slot is None else slot.shard
 
+    def gradient(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The gradient that the last step used of what this rank keeps state for, clipped.
+
+        None for a parameter without state here. The tensor belongs to the optimizer.
+        """
+        slot = self._slots.get(param)
+        return None if slot is None else slot.main.grad
+
+    def steps(self) -> float:
+        """The most steps that a parameter of this rank has made; -1 where steps are not counted."""
+        states = (slot.inner.state.get(slot.main, {}) for slot in self._slots.values())
+        return max((float(state["step"]) for state in states if "step" in state), default=-1.0)
+
+    def set_steps(self, param: torch.Tensor, steps: float) -> None:
+        """Let a parameter have made this many steps, where the optimizer counts by parameter."""
+        slot = self._slots.get(param)
+        if slot is not None and "step" in (state := slot.inner.state.get(slot.main, {})):
+            state["step"] = torch.tensor(steps, dtype=torch.float32)
+
     def begin(self, param: torch.Tensor) -> None:
         """Give a parameter that is trained from now on the state that Adam begins with.
 

@@ -95,6 +95,15 @@ class MegatronRun:
         """How long a rank waits for another one: Megatron's --distributed-timeout-minutes."""
         return float(self.args.distributed_timeout_minutes * 60)
 
+    def start_dynamics(self) -> None:
+        """Let the dynamics meet the model and optimizer, built and loaded.
+
+        Collective:
+            All ranks of the world.
+        """
+        if self.dynamics is not None:
+            self.dynamics.begin(self)
+
     def begin_dynamics(self, iteration: int) -> None:
         """Let the dynamics get ready for an iteration."""
         if self.dynamics is not None:

@@ -125,6 +125,21 @@ class Dynamics:
             inner = partial(kind.forward, layer, inner)
         return inner(*args, **kwargs)
 
+    def shape_embedding(self, embedding: Any) -> None:
+        """Shape the embedding; see `Dynamic.shape_embedding`."""
+        for kind in self._kinds:
+            kind.shape_embedding(embedding)
+
+    def begin(self, run: Any) -> None:
+        """Before the first step; see `Dynamic.begin`.
+
+        Collective:
+            All ranks of the world.
+        """
+        for kind in self._kinds:
+            kind.begin(run)
+        self.remember()
+
     def begin_iteration(self, iteration: int) -> None:
         """Before a step; see `Dynamic.begin_iteration`."""
         for kind in self._kinds:
@@ -144,8 +159,7 @@ class Dynamics:
             what = kind.after_step(step)
             if what is not None:
                 changes.append(Change(kind.kind, dict(what)))
-        if changes:
-            self.remember()
+        self.remember()
         return changes
 
     def factors(self, layer_number: int) -> LayerFactors:

@@ -83,6 +83,19 @@ class Dynamic:
             layer: a TransformerLayer with its global `layer_number`; not yet in use.
         """
 
+    def shape_embedding(self, embedding: Any) -> None:
+        """The same for the embedding that Megatron has just built, on ranks that have one."""
+
+    def begin(self, run: Any) -> None:
+        """Meet the model and optimizer, built and loaded, before the first step.
+
+        Args:
+            run: the `MegatronRun`.
+
+        Collective:
+            All ranks of the world, kind after kind in the order of `config.dynamics`.
+        """
+
     def forward(self, layer: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer; `inner` runs what Megatron and the other kinds make of it.
 

@@ -16,6 +16,7 @@ def all_specs() -> tuple[PatchSpec, ...]:
         buckets,
         checkpoint_fixes,
         emulation,
+        freezing,
         layers,
         numerics,
         schedules,
@@ -26,6 +27,7 @@ def all_specs() -> tuple[PatchSpec, ...]:
         *training.specs(),
         *schedules.specs(),
         *layers.specs(),
+        *freezing.specs(),
         *buckets.specs(),
         *numerics.specs(),
         *checkpoint_fixes.specs(),
@@ -44,6 +46,7 @@ def specs_for(config: DynMoConfig, *, on_cpu: bool) -> tuple[PatchSpec, ...]:
     from megatron_dynmo.patches import (
         buckets,
         checkpoint_fixes,
+        freezing,
         layers,
         numerics,
         schedules,
@@ -56,6 +59,8 @@ def specs_for(config: DynMoConfig, *, on_cpu: bool) -> tuple[PatchSpec, ...]:
         chosen += training.specs() + schedules.specs()
     if config.dynamics:
         chosen += layers.specs()
+    if "freezing" in config.dynamics:
+        chosen += freezing.specs()
     # With dynamics there is no stock run to be equal to, but a run that never moves must equal one
     # that does.
     if config.mode == "balance" or config.dynamics:

@@ -70,13 +70,20 @@ def specs() -> tuple[PatchSpec, ...]:
 
 
 def _state_dict(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Wrap `state_dict` so that an optimizer without any state has made no step yet."""
+    """Wrap `state_dict` so that an optimizer without any state has made no step yet.
+
+    Parameters that were thawed count fewer steps than the rest; the largest count is the run's.
+    """
 
     def state_dict(self: Any) -> dict[str, Any]:
-        if _has_own_steps() and not any("step" in state for state in self.optimizer.state.values()):
+        if not _has_own_steps():
+            return original(self)
+        steps = [state["step"] for state in self.optimizer.state.values() if "step" in state]
+        if not steps:
             with _placeholder(self.optimizer):
                 return original(self)
-        return original(self)
+        with _all_at(max(steps, key=float), self.optimizer):
+            return original(self)
 
     return state_dict
 
@@ -96,6 +103,19 @@ def _placeholder(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         states.clear()
         states.update(held)
+
+
+@contextmanager
+def _all_at(step: torch.Tensor, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let all parameters have made the same number of steps, for the length of a block."""
+    held = [(state, state["step"]) for state in optimizer.state.values() if "step" in state]
+    for state, _ in held:
+        state["step"] = step
+    try:
+        yield
+    finally:
+        for state, own in held:
+            state["step"] = own
 
 
 def _load_state_dict(original: Callable[..., None]) -> Callable[..., None]:

@@ -13,17 +13,23 @@ from megatron_dynmo.patching.spec import Kind, PatchSpec
 def _dynamic_layers(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def _build_layers(self: Any) -> None:
-        if (active := controller()) is not None:
-            from megatron.training.global_vars import get_args
-
-            from megatron_dynmo.dynamics.dynamics import Dynamics
-
-            if active.dynamics is None:
-                active.dynamics = Dynamics(active.config, get_args())
-            self.submodules = active.dynamics.wrap_block(self.submodules)
+        if (dynamics := dynamics_of_run()) is not None:
+            self.submodules = dynamics.wrap_block(self.submodules)
         original(self)
 
     return _build_layers
+
+
+def dynamics_of_run() -> Any:
+    """The run's `Dynamics`, made when the first part of its model is built."""
+    active = controller()
+    if active is not None and active.dynamics is None:
+        from megatron.training.global_vars import get_args
+
+        from megatron_dynmo.dynamics.dynamics import Dynamics
+
+        active.dynamics = Dynamics(active.config, get_args())
+    return None if active is None else active.dynamics
 
 
 def specs() -> tuple[PatchSpec, ...]:

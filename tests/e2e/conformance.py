@@ -18,14 +18,41 @@ class Case:
         name: what the table calls it.
         flags: of the dynamic, and of Megatron where the model needs some.
         needs_moe: whether the layers are MoE layers.
+        in_ci: whether CI runs it in those settings that it runs.
     """
 
     name: str
     flags: tuple[str, ...]
     needs_moe: bool = False
+    in_ci: bool = True
 
 
-CASES: tuple[Case, ...] = ()
+UNTIED = "--untie-embeddings-and-output-weights"
+CASES: tuple[Case, ...] = (
+    Case(
+        "freezing by schedule, with a thaw",
+        (UNTIED, "--dynmo-freeze", "schedule", "--dynmo-freeze-schedule", "2:1;4:3;7:1;9:2"),
+    ),
+    Case(
+        "autofreeze, tied embedding",
+        ("--dynmo-freeze", "autofreeze", "--dynmo-freeze-interval", "2"),
+        in_ci=False,
+    ),
+    Case(
+        "egeria",
+        (
+            *(UNTIED, "--dynmo-freeze", "egeria", "--dynmo-freeze-interval", "1"),
+            *("--dynmo-freeze-window", "2", "--dynmo-freeze-thaw-ratio", "0.5"),
+        ),
+        in_ci=False,
+    ),
+    Case(
+        "freezing by schedule, MoE",
+        (UNTIED, "--dynmo-freeze", "schedule", "--dynmo-freeze-schedule", "2:2;6:1;8:4"),
+        needs_moe=True,
+        in_ci=False,
+    ),
+)
 
 
 @dataclass(frozen=True)

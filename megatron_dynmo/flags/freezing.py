@@ -1,0 +1,130 @@
+"""`--dynmo-freeze...`: layers that are trained no more, from the front."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron_dynmo.errors import ConfigError
+from megatron_dynmo.flags import count, flag, fraction, non_negative
+from megatron_dynmo.flags.group import FlagGroup
+
+
+def parse_freeze_schedule(text: str) -> tuple[tuple[int, int], ...]:
+    """Parse `ITER:LAST_LAYER[;ITER:LAST_LAYER...]`.
+
+    Returns:
+        (iteration, last layer that is frozen after it), iterations increasing; 0 freezes none.
+
+    Raises:
+        ConfigError: A piece is not ITER:LAST_LAYER, or iterations do not increase.
+    """
+    found: list[tuple[int, int]] = []
+    for piece in filter(None, (part.strip() for part in text.split(";"))):
+        iteration, colon, last = (part.strip() for part in piece.partition(":"))
+        if not colon or not iteration.isdigit() or not last.isdigit() or int(iteration) < 1:
+            raise ConfigError(
+                f"--dynmo-freeze-schedule: '{piece}' is not ITER:LAST_LAYER, for example '100:4': "
+                "layers 1 to 4 are frozen after iteration 100"
+            )
+        found.append((int(iteration), int(last)))
+    for earlier, later in itertools.pairwise(found):
+        if later[0] <= earlier[0]:
+            raise ConfigError(
+                f"--dynmo-freeze-schedule: iterations must increase, but {later[0]} follows "
+                f"{earlier[0]}"
+            )
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class FreezingFlags(FlagGroup):
+    """Which layers are frozen, and when."""
+
+    kind: ClassVar[str | None] = "freezing"
+
+    freeze: str | None = flag(
+        None,
+        "freeze layers from the front. schedule: as --dynmo-freeze-schedule says; autofreeze: when "
+        "a layer's gradient norm changes less than those of the others; egeria: when a layer's "
+        "weights have come to move at a steady pace, and thaw all when the learning rate drops",
+        choices=["schedule", "autofreeze", "egeria"],
+    )
+    freeze_schedule: str = flag(
+        "",
+        "layers 1 to LAST_LAYER are frozen after an iteration, none with 0: "
+        "ITER:LAST_LAYER[;ITER:LAST_LAYER...]",
+        metavar="TEXT",
+    )
+    freeze_embedding: str = flag(
+        "auto",
+        "auto: the embedding is frozen together with layer 1, unless the output layer shares its "
+        "weights; never: it is always trained",
+        choices=["auto", "never"],
+    )
+    freeze_interval: int = flag(
+        100,
+        "autofreeze and egeria: iterations from one evaluation to the next",
+        type=count,
+        metavar="N",
+    )
+    freeze_keep: int = flag(
+        1, "autofreeze and egeria: how many of the last layers stay", type=non_negative, metavar="N"
+    )
+    freeze_percentile: float = flag(
+        0.5,
+        "autofreeze: a layer is ripe when its gradient norm changes less than in this share of the "
+        "layers that are trained",
+        type=fraction,
+        metavar="X",
+    )
+    freeze_window: int = flag(
+        3, "egeria: evaluations over which a slope is fitted", type=count, metavar="N"
+    )
+    freeze_tolerance: float = flag(
+        0.2,
+        "egeria: a layer is ripe when its plasticity changes by at most this share per evaluation",
+        type=fraction,
+        metavar="X",
+    )
+    freeze_thaw_ratio: float = flag(
+        0.1,
+        "egeria: all layers are thawed when the learning rate has fallen to this share of what it "
+        "was at the last freeze; 0 never",
+        type=fraction,
+        metavar="X",
+    )
+
+    def is_on(self) -> bool:
+        """Whether layers are frozen."""
+        return self.freeze is not None
+
+    def check(self) -> None:
+        """Refuse a schedule that is missing, wrong or has no effect.
+
+        Raises:
+            ConfigError: Names the flags and what to change.
+        """
+        schedule = parse_freeze_schedule(self.freeze_schedule)
+        if self.freeze == "schedule" and not schedule:
+            raise ConfigError(
+                "--dynmo-freeze schedule needs --dynmo-freeze-schedule, for example '100:4'"
+            )
+        if self.freeze != "schedule" and schedule:
+            raise ConfigError(
+                f"--dynmo-freeze-schedule '{self.freeze_schedule}' has an effect with "
+                f"--dynmo-freeze schedule only, not with {self.freeze}"
+            )
+        if self.freeze == "egeria" and self.freeze_window < 2:
+            raise ConfigError(
+                f"--dynmo-freeze-window {self.freeze_window}: a slope needs 2 evaluations or more"
+            )
+
+    @property
+    def thaws(self) -> bool:
+        """Whether layers may be trained again after they were frozen."""
+        if self.freeze == "schedule":
+            lasts = [last for _, last in parse_freeze_schedule(self.freeze_schedule)]
+            return lasts != sorted(lasts)
+        return self.freeze == "egeria" and self.freeze_thaw_ratio > 0
