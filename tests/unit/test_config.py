@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 
 from megatron_dynmo.config import (
+    FLAG_GROUPS,
     DynMoConfig,
     ForcedMove,
     flag_names,
@@ -86,9 +87,12 @@ def flag(name: str) -> str:
 
 
 def test_the_defaults_need_no_thought():
-    assert dataclasses.asdict(DynMoConfig()) == DEFAULTS
+    of_dynamics = {item.name for group in FLAG_GROUPS for item in dataclasses.fields(group)}
+    found = dataclasses.asdict(DynMoConfig())
+    assert {name: value for name, value in found.items() if name not in of_dynamics} == DEFAULTS
+    assert DynMoConfig().dynamics == ()
     assert DynMoConfig.from_argv([]) == DynMoConfig()
-    assert flag_names() == tuple(flag(name) for name in DEFAULTS)
+    assert set(flag_names()) == {flag(name) for name in (*DEFAULTS, *of_dynamics)}
 
 
 @pytest.mark.parametrize(("name", "text", "value"), GOOD)
