@@ -108,7 +108,9 @@ class StateCodec:
     def set_steps(self, param: torch.Tensor, steps: float) -> None:
         """Let a parameter have made this many steps, where the optimizer counts by parameter."""
         slot = self._slots.get(param)
-        if slot is not None and "step" in (state := slot.inner.state.get(slot.main, {})):
+        if slot is None or not isinstance(slot.inner, torch.optim.Adam | torch.optim.AdamW):
+            return
+        if state := slot.inner.state.get(slot.main):
             state["step"] = torch.tensor(steps, dtype=torch.float32)
 
     def begin(self, param: torch.Tensor) -> None:

@@ -53,7 +53,7 @@ def _joined(original: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 run = MegatronRun(model, optimizer, active.dynamics)
             except ConfigError as error:
-                if active.must_move:
+                if active.must_move or active.dynamics is not None:
                     raise
                 logger.warning("%s; nothing is measured", error)
             else:
