@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.e2e.matrix import FULL, MOE, OVERLAP, TP
+from tests.e2e.matrix import FULL, LLAMA, MOE, OVERLAP, TP
 from tests.e2e.parity import Cell
 
 ITERATIONS = 12
@@ -25,7 +25,23 @@ class Case:
     needs_moe: bool = False
 
 
-CASES: tuple[Case, ...] = ()
+HASH = ("--dynmo-sparse-attention", "hash")
+
+CASES: tuple[Case, ...] = (
+    Case(
+        "sparse attention by schedule",
+        (*HASH, "--dynmo-sparse-attention-buckets", "0:1;2:2;4:4@1-2;6:3@3,4;7:8"),
+    ),
+    Case(
+        "sparse attention by content, two rounds, grouped queries",
+        (
+            *(*HASH, "--dynmo-sparse-attention-buckets", "2"),
+            *("--dynmo-sparse-attention-rounds", "2", "--dynmo-sparse-attention-codes", "shared"),
+            *("--dynmo-sparse-attention-density", "0.9", *LLAMA, "--seq-length", "160"),
+            *("--max-position-embeddings", "160"),
+        ),
+    ),
+)
 
 
 @dataclass(frozen=True)
