@@ -8,9 +8,29 @@ recomputation of a layer finds the same buckets.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Hashing:
+    """How a layer hashes now.
+
+    Attributes:
+        buckets: 1 for Megatron's own, dense attention.
+        rounds: see `--dynmo-sparse-attention-rounds`.
+        is_shared: whether queries take the codes of the keys.
+        seed: of the run.
+        iteration: 1-based.
+    """
+
+    buckets: int
+    rounds: int
+    is_shared: bool
+    seed: int
+    iteration: int
 
 
 def rotations(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -12,7 +11,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megatron_dynmo.dynamics.hash_attention import hash_attention
-from megatron_dynmo.dynamics.hash_codes import hash_codes, rotations
+from megatron_dynmo.dynamics.hash_codes import Hashing, hash_codes, rotations
 from megatron_dynmo.errors import ConfigError
 
 try:
@@ -21,25 +20,6 @@ try:
     KNOWN_CORES: tuple[type, ...] = (DotProductAttention, TEDotProductAttention)
 except ImportError:
     KNOWN_CORES = (DotProductAttention,)
-
-
-@dataclass(frozen=True)
-class Hashing:
-    """How a layer hashes now.
-
-    Attributes:
-        buckets: 1 for Megatron's own, dense attention.
-        rounds: see `--dynmo-sparse-attention-rounds`.
-        is_shared: whether queries take the codes of the keys.
-        seed: of the run.
-        iteration: 1-based.
-    """
-
-    buckets: int
-    rounds: int
-    is_shared: bool
-    seed: int
-    iteration: int
 
 
 class SparseCore:
