@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.extensions import transformer_engine
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -14,12 +15,9 @@ from megatron_dynmo.dynamics.hash_attention import hash_attention
 from megatron_dynmo.dynamics.hash_codes import Hashing, hash_codes, rotations
 from megatron_dynmo.errors import ConfigError
 
-try:
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-    KNOWN_CORES: tuple[type, ...] = (DotProductAttention, TEDotProductAttention)
-except ImportError:
-    KNOWN_CORES = (DotProductAttention,)
+# Megatron has no such class where TransformerEngine is not installed.
+_TE_CORE: Any = getattr(transformer_engine, "TEDotProductAttention", None)
+KNOWN_CORES = tuple(core for core in (DotProductAttention, _TE_CORE) if isinstance(core, type))
 
 
 class SparseCore:
