@@ -18,11 +18,13 @@ class Case:
         name: what the table calls it.
         flags: of the dynamic, and of Megatron where the model needs some.
         needs_moe: whether the layers are MoE layers.
+        in_ci: whether CI runs it in those settings that it runs.
     """
 
     name: str
     flags: tuple[str, ...]
     needs_moe: bool = False
+    in_ci: bool = True
 
 
 HASH = ("--dynmo-sparse-attention", "hash")
@@ -40,6 +42,7 @@ CASES: tuple[Case, ...] = (
             *("--dynmo-sparse-attention-density", "0.9", *LLAMA, "--seq-length", "160"),
             *("--max-position-embeddings", "160"),
         ),
+        in_ci=False,
     ),
 )
 

@@ -12,7 +12,7 @@ PAIRS = [
         case,
         setting,
         id=f"{case.name}; {setting.name}",
-        marks=[] if setting.in_ci else [pytest.mark.matrix],
+        marks=[] if case.in_ci and setting.in_ci else [pytest.mark.matrix],
     )
     for case in CASES
     for setting in SETTINGS
