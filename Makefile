@@ -12,7 +12,8 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup format lint types test test-unit test-upstream test-distributed test-e2e \
-	test-matrix demo bench bench-balancers bench-trigger bench-migration patches docs lock dist clean
+	test-matrix demo bench bench-balancers bench-trigger bench-migration bench-sparse-attention \
+	patches docs lock dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -69,7 +70,10 @@ bench-trigger: setup ## Emulated ranks whose costs change: static, best static, 
 bench-migration: setup ## What a move costs: time by phase, share of the raw transport, extra memory
 	$(BIN)/python scripts/bench_migration.py
 
-bench: demo bench-balancers bench-trigger bench-migration ## All benchmarks that write benchmarks/results
+bench-sparse-attention: setup ## Sparse against dense core attention, on one thread
+	$(BIN)/python scripts/bench_sparse_attention.py
+
+bench: demo bench-balancers bench-trigger bench-migration bench-sparse-attention ## All benchmarks that write benchmarks/results
 
 patches: setup ## List and check the patches of Megatron
 	$(BIN)/dynmo patches list

@@ -18,6 +18,7 @@ __all__ = [
     "gigabytes",
     "non_negative",
     "percent",
+    "positive_fraction",
 ]
 
 
@@ -63,6 +64,14 @@ def fraction(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"must be from 0 to 1, got {text}")
+    return value
+
+
+def positive_fraction(text: str) -> float:
+    """Parse a number above 0 and up to 1."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
     return value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.e2e.matrix import FULL, MOE, OVERLAP, TP
+from tests.e2e.matrix import FULL, LLAMA, MOE, OVERLAP, TP
 from tests.e2e.parity import Cell
 
 ITERATIONS = 12
@@ -28,7 +28,7 @@ class Case:
 
 
 UNTIED = "--untie-embeddings-and-output-weights"
-CASES: tuple[Case, ...] = (
+FREEZING = (
     Case(
         "freezing by schedule, with a thaw",
         (UNTIED, "--dynmo-freeze", "schedule", "--dynmo-freeze-schedule", "2:1;4:3;7:1;9:2"),
@@ -53,6 +53,24 @@ CASES: tuple[Case, ...] = (
         in_ci=False,
     ),
 )
+HASH = ("--dynmo-sparse-attention", "hash")
+SPARSE_ATTENTION = (
+    Case(
+        "sparse attention by schedule",
+        (*HASH, "--dynmo-sparse-attention-buckets", "0:1;2:2;4:4@1-2;6:3@3,4;7:8"),
+    ),
+    Case(
+        "sparse attention by content, two rounds, grouped queries",
+        (
+            *(*HASH, "--dynmo-sparse-attention-buckets", "2"),
+            *("--dynmo-sparse-attention-rounds", "2", "--dynmo-sparse-attention-codes", "shared"),
+            *("--dynmo-sparse-attention-density", "0.9", *LLAMA, "--seq-length", "160"),
+            *("--max-position-embeddings", "160"),
+        ),
+        in_ci=False,
+    ),
+)
+CASES: tuple[Case, ...] = (*FREEZING, *SPARSE_ATTENTION)
 
 
 @dataclass(frozen=True)
