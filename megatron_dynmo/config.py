@@ -18,6 +18,7 @@ from typing import NoReturn
 from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.flags import auto_or_count, count, flag, gigabytes, non_negative, percent
 from megatron_dynmo.flags.group import FlagGroup
+from megatron_dynmo.flags.mixture_of_depths import MixtureOfDepthsFlags
 
 PREFIX = "--dynmo-"
 
@@ -67,12 +68,12 @@ class _OneLineParser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-FLAG_GROUPS: tuple[type[FlagGroup], ...] = ()
+FLAG_GROUPS: tuple[type[FlagGroup], ...] = (MixtureOfDepthsFlags,)
 """The groups that DynMoConfig inherits, dynamics in the order in which they act on a layer."""
 
 
 @dataclass(frozen=True)
-class DynMoConfig(FlagGroup):
+class DynMoConfig(MixtureOfDepthsFlags):
     """All settings of megatron_dynmo; the defaults need no thought.
 
     Every field is one `--dynmo-*` flag: `min_gain_pct` is `--dynmo-min-gain-pct`.
