@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.e2e.matrix import FULL, MOE, OVERLAP, TP
+from tests.e2e.matrix import FULL, LLAMA, MOE, OVERLAP, TP
 from tests.e2e.parity import Cell
 
 ITERATIONS = 12
@@ -25,7 +25,15 @@ class Case:
     needs_moe: bool = False
 
 
-CASES: tuple[Case, ...] = ()
+CASES: tuple[Case, ...] = (
+    Case(
+        "Mixture of Depths",
+        (
+            *("--dynmo-mod", "--dynmo-mod-routing", "threshold", "--micro-batch-size", "2"),
+            *("--dynmo-mod-capacity", "1:1.0;3:0.5;6:0.125", *LLAMA),
+        ),
+    ),
+)
 
 
 @dataclass(frozen=True)
