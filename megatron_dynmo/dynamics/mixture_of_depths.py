@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_dynmo.adapters.layer_rng import mix
 from megatron_dynmo.config import DynMoConfig
+from megatron_dynmo.dynamics.layer_work import WorkShares, is_moe_layer
 from megatron_dynmo.dynamics.protocol import Dynamic, LayerFactors, Step
 from megatron_dynmo.dynamics.routed_layer import PREDICTOR, ROUTER, Outcome, Rules, run_routed
 from megatron_dynmo.dynamics.routing_heads import ChoicePredictor, TokenRouter, seeded
@@ -183,7 +184,8 @@ class MixtureOfDepths(Dynamic):
         if not self.is_routed(layer_number):
             return LayerFactors()
         share = self._num_slots / self.args.seq_length
-        pairs = _share_of_pairs(self.args)
+        is_moe = is_moe_layer(self.args, layer_number)
+        pairs = WorkShares.of_run(self.args, is_moe=is_moe).pairs
         factor = share * (1 - pairs) + share**2 * pairs
         return LayerFactors(factor, factor)
 
@@ -270,21 +272,6 @@ class _Tally:
             if evaluated:
                 found[f"{self._EVALUATED}/layer_{number}"] = chosen / evaluated
         return found
-
-
-def _share_of_pairs(args: Namespace) -> float:
-    """Part of a layer's work that grows with pairs of tokens: the attention core."""
-    width = args.kv_channels * args.num_attention_heads
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    projections = 2 * args.hidden_size * (width + args.kv_channels * groups)
-    is_moe = args.num_experts is not None
-    ffn = args.moe_ffn_hidden_size if is_moe and args.moe_ffn_hidden_size else args.ffn_hidden_size
-    experts = args.moe_router_topk if is_moe else 1
-    mlp = (3 if args.swiglu else 2) * args.hidden_size * ffn * experts
-    # Flash attention leaves out what a causal mask hides.
-    seen = args.seq_length if args.transformer_impl == "local" else args.seq_length / 2
-    core = 2 * seen * width
-    return core / (core + projections + mlp)
 
 
 DYNAMIC = MixtureOfDepths
