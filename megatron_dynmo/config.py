@@ -19,6 +19,7 @@ from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.flags import auto_or_count, count, flag, gigabytes, non_negative, percent
 from megatron_dynmo.flags.group import FlagGroup
 from megatron_dynmo.flags.mixture_of_depths import MixtureOfDepthsFlags
+from megatron_dynmo.flags.moe import MoeFlags
 
 PREFIX = "--dynmo-"
 
@@ -68,12 +69,12 @@ class _OneLineParser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-FLAG_GROUPS: tuple[type[FlagGroup], ...] = (MixtureOfDepthsFlags,)
+FLAG_GROUPS: tuple[type[FlagGroup], ...] = (MixtureOfDepthsFlags, MoeFlags)
 """The groups that DynMoConfig inherits, dynamics in the order in which they act on a layer."""
 
 
 @dataclass(frozen=True)
-class DynMoConfig(MixtureOfDepthsFlags):
+class DynMoConfig(MixtureOfDepthsFlags, MoeFlags):
     """All settings of megatron_dynmo; the defaults need no thought.
 
     Every field is one `--dynmo-*` flag: `min_gain_pct` is `--dynmo-min-gain-pct`.

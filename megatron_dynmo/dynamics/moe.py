@@ -48,11 +48,15 @@ class ExpertLoad(Dynamic):
         """See `Dynamic.refusals`."""
         found = []
         if args.num_experts is None:
-            found.append("the model has no MoE layer; give --num-experts, or drop --dynmo-moe")
+            found.append("the model has no MoE layer; give --num-experts or leave --dynmo-moe out")
         if getattr(args, "cuda_graph_impl", "none") not in (None, "none"):
-            found.append("--cuda-graph-impl: captured routers replay without being counted; drop it")
+            found.append(
+                "--cuda-graph-impl: captured routers replay without being counted; drop it"
+            )
         if config.moe_skew and args.context_parallel_size > 1:
-            found.append("--dynmo-moe-skew goes by places in whole sequences; drop context parallelism")
+            found.append(
+                "--dynmo-moe-skew goes by places in whole sequences; drop context parallelism"
+            )
         return found
 
     def shape(self, layer: Any) -> None:

@@ -33,6 +33,15 @@ CASES: tuple[Case, ...] = (
             *("--dynmo-mod-capacity", "1:1.0;3:0.5;6:0.125", *LLAMA),
         ),
     ),
+    Case(
+        "MoE",
+        (
+            # Sinkhorn, so that decisions rest on the skewed logits of all tokens.
+            *("--dynmo-moe-skew", "phases:period=6", "--moe-layer-freq", "2"),
+            *("--moe-router-load-balancing-type", "sinkhorn"),
+        ),
+        needs_moe=True,
+    ),
 )
 
 
