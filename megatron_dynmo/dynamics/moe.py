@@ -105,6 +105,10 @@ class ExpertLoad(Dynamic):
         """Work of the slowest expert-parallel rank over that of an even load."""
         return self._factors.get(layer_number, LayerFactors())
 
+    def work(self, layer_number: int) -> LayerFactors:
+        """All of it: skew changes who does it."""
+        return LayerFactors()
+
     def counters(self) -> Mapping[str, float]:
         """Largest over mean of every MoE layer, of its experts and of its ranks."""
         found = {}
