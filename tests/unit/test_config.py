@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 
 from megatron_dynmo.config import (
+    FLAG_GROUPS,
     DynMoConfig,
     ForcedMove,
     flag_names,
@@ -86,9 +87,15 @@ def flag(name: str) -> str:
 
 
 def test_the_defaults_need_no_thought():
-    assert dataclasses.asdict(DynMoConfig()) == DEFAULTS
+    of_dynamics = {item.name for group in FLAG_GROUPS for item in dataclasses.fields(group)}
+    found = dataclasses.asdict(DynMoConfig())
+    assert {name: found[name] for name in found.keys() - of_dynamics} == DEFAULTS
+    assert DynMoConfig().dynamics == ()
     assert DynMoConfig.from_argv([]) == DynMoConfig()
-    assert flag_names() == tuple(flag(name) for name in DEFAULTS)
+    flags_of_dynamics = {flag(name) for name in of_dynamics}
+    assert [name for name in flag_names() if name not in flags_of_dynamics] == [
+        flag(name) for name in DEFAULTS
+    ]
 
 
 @pytest.mark.parametrize(("name", "text", "value"), GOOD)
@@ -134,7 +141,7 @@ def test_of_two_equal_flags_the_last_wins_wherever_they_stand():
     ("word", "near"),
     [
         ("--dynmo-balance", "--dynmo-balancer"),
-        ("--dynmo-mod", "--dynmo-mode"),
+        ("--dynmo-modes", "--dynmo-mode"),
         ("--dynmo-min-gain", "--dynmo-min-gain-pct"),
         ("--dynmo-force-layouts=3:EL", "--dynmo-force-layout"),
     ],
