@@ -20,6 +20,7 @@ from megatron_dynmo.profile_report import (
     from_vector,
     times_of,
 )
+from megatron_dynmo.profile_sample import StageSample
 from megatron_dynmo.profiler import LayerProfiler
 
 
@@ -42,7 +43,8 @@ class Observer:
         self._pp_rank = topology.pp_rank
         self._tp_group = topology.tp_group if topology.tp_size > 1 else None
         self._shape = ProfileShape(run.num_layers, topology.pp_size, topology.virtual_stages)
-        self._moe_group = topology.token_exchange_group if run.moe_layers else None
+        exchanges = run.moe_layers and topology.token_exchange_size > 1
+        self._moe_group = topology.token_exchange_group if exchanges else None
         self._moe_times = times_of(run.moe_layers, self._shape).to(run.device)
         self._profiler = LayerProfiler(clock, device=run.device)
         self._vectors: list[torch.Tensor] = []
@@ -78,9 +80,13 @@ class Observer:
         if self._is_cold:
             self._is_cold = False
         else:
-            self._vectors.append(costs_vector(sample, self._shape, self._pp_rank))
-            self._iterations.append(iteration)
+            self.add(iteration, sample)
         return sample.iteration_ms
+
+    def add(self, iteration: int, sample: StageSample) -> None:
+        """Take what this rank measured in an iteration into the window."""
+        self._vectors.append(costs_vector(sample, self._shape, self._pp_rank))
+        self._iterations.append(iteration)
 
     @property
     def is_window_full(self) -> bool:
