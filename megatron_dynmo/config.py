@@ -19,6 +19,8 @@ from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.flags import auto_or_count, count, flag, gigabytes, non_negative, percent
 from megatron_dynmo.flags.freezing import FreezingFlags
 from megatron_dynmo.flags.group import FlagGroup
+from megatron_dynmo.flags.mixture_of_depths import MixtureOfDepthsFlags
+from megatron_dynmo.flags.moe import MoeFlags
 from megatron_dynmo.flags.sparse_attention import SparseAttentionFlags
 
 PREFIX = "--dynmo-"
@@ -69,12 +71,17 @@ class _OneLineParser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-FLAG_GROUPS: tuple[type[FlagGroup], ...] = (FreezingFlags, SparseAttentionFlags)
+FLAG_GROUPS: tuple[type[FlagGroup], ...] = (
+    FreezingFlags,
+    MixtureOfDepthsFlags,
+    MoeFlags,
+    SparseAttentionFlags,
+)
 """The groups that DynMoConfig inherits, dynamics in the order in which they act on a layer."""
 
 
 @dataclass(frozen=True)
-class DynMoConfig(FreezingFlags, SparseAttentionFlags):
+class DynMoConfig(FreezingFlags, MixtureOfDepthsFlags, MoeFlags, SparseAttentionFlags):
     """All settings of megatron_dynmo; the defaults need no thought.
 
     Every field is one `--dynmo-*` flag: `min_gain_pct` is `--dynmo-min-gain-pct`.

@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynmo.clock import Clock
-from megatron_dynmo.profile_report import ProfileReport, ProfileShape, costs_vector, from_vector
+from megatron_dynmo.profile_report import (
+    ProfileReport,
+    ProfileShape,
+    costs_vector,
+    from_vector,
+    times_of,
+)
+from megatron_dynmo.profile_sample import StageSample
 from megatron_dynmo.profiler import LayerProfiler
 
 
@@ -36,6 +43,9 @@ class Observer:
         self._pp_rank = topology.pp_rank
         self._tp_group = topology.tp_group if topology.tp_size > 1 else None
         self._shape = ProfileShape(run.num_layers, topology.pp_size, topology.virtual_stages)
+        exchanges = run.moe_layers and topology.token_exchange_size > 1
+        self._moe_group = topology.token_exchange_group if exchanges else None
+        self._moe_times = times_of(run.moe_layers, self._shape).to(run.device)
         self._profiler = LayerProfiler(clock, device=run.device)
         self._vectors: list[torch.Tensor] = []
         self._iterations: list[int] = []
@@ -70,9 +80,13 @@ class Observer:
         if self._is_cold:
             self._is_cold = False
         else:
-            self._vectors.append(costs_vector(sample, self._shape, self._pp_rank))
-            self._iterations.append(iteration)
+            self.add(iteration, sample)
         return sample.iteration_ms
+
+    def add(self, iteration: int, sample: StageSample) -> None:
+        """Take what this rank measured in an iteration into the window."""
+        self._vectors.append(costs_vector(sample, self._shape, self._pp_rank))
+        self._iterations.append(iteration)
 
     @property
     def is_window_full(self) -> bool:
@@ -86,7 +100,8 @@ class Observer:
             (iteration, report) of each measured iteration, the same on every rank.
 
         Collective:
-            All ranks of the world; tensor-parallel groups first.
+            Tensor-parallel groups, groups in which MoE layers exchange tokens, then all ranks of
+            the world.
         """
         vectors, iterations = self._vectors, self._iterations
         self._vectors, self._iterations = [], []
@@ -96,6 +111,12 @@ class Observer:
         if self._tp_group is not None:
             # A layer's time on a tensor-parallel rank holds its waiting for the others.
             dist.all_reduce(merged, op=dist.ReduceOp.MIN, group=self._tp_group)
+        if self._moe_group is not None:
+            # All wait for the one with the most tokens, and the first to come for the last: the
+            # least time is from when all were there until the slowest was done.
+            times = merged[:, self._moe_times]
+            dist.all_reduce(times, op=dist.ReduceOp.MIN, group=self._moe_group)
+            merged[:, self._moe_times] = times
         dist.all_reduce(merged, op=dist.ReduceOp.MAX)
         merged = merged.cpu()
         reports = [from_vector(row, self._shape) for row in merged]

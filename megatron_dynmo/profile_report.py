@@ -1,8 +1,9 @@
 """ProfileReport: what all ranks measured in one iteration, merged exactly and in any order.
 
 Every rank writes its sample into one vector, -1 where it owns nothing; MIN over the ranks that
-share each layer's work (tensor parallel) and MAX over the world then merge them without any
-rounding, so every rank reads the same report. Tier: torch, not Megatron.
+wait for each other inside a layer (tensor parallel; in MoE layers, those that exchange tokens) and
+MAX over the world then merge them without any rounding, so every rank reads the same report. Tier:
+torch, not Megatron.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from megatron_dynmo.cost import ExtraCost, LayerCost, ModelCosts, bubble_fractio
 from megatron_dynmo.errors import ConservationError
 from megatron_dynmo.profile_sample import ExtraSample, LayerSample, StageSample, Timing
 
-__all__ = ["ProfileReport", "ProfileShape", "StageProfile", "costs_vector", "from_vector"]
+__all__ = [
+    "ProfileReport",
+    "ProfileShape",
+    "StageProfile",
+    "costs_vector",
+    "from_vector",
+    "times_of",
+]
 
 _NOT_MINE = -1.0
 _FIELDS = 4  # of a layer and of an extra: forward, backward, static bytes, activation bytes
@@ -180,6 +188,22 @@ def costs_vector(
         values = (ms(chunk.forward), ms(chunk.backward), chunk.busy_ms, chunk.idle_ms)
         parts.chunks[pp_rank, chunk.vp_stage] = torch.tensor(values, dtype=torch.float64)
     return vector
+
+
+def times_of(layer_numbers: Sequence[int], shape: ProfileShape) -> torch.Tensor:
+    """Say which elements of the vector are times of these layers.
+
+    Args:
+        layer_numbers: 1-based.
+        shape: as given to `costs_vector`.
+
+    Returns:
+        bool [shape.size] on the CPU, owned by the caller.
+    """
+    is_time = torch.zeros(shape.size, dtype=torch.bool)
+    for number in layer_numbers:
+        shape.split(is_time).layers[number - 1, :2] = True
+    return is_time
 
 
 def from_vector(vector: torch.Tensor, shape: ProfileShape) -> ProfileReport:

@@ -18,6 +18,7 @@ from megatron_dynmo.adapters.topology import Topology
 from megatron_dynmo.changes import Changes, announced
 from megatron_dynmo.clock import Clock, make_clock
 from megatron_dynmo.config import DynMoConfig
+from megatron_dynmo.dynamics.layer_work import is_moe_layer
 from megatron_dynmo.dynamics.protocol import Step
 from megatron_dynmo.errors import LayoutError
 from megatron_dynmo.layout import LayerLayout
@@ -47,6 +48,12 @@ class MegatronRun:
     def num_layers(self) -> int:
         """Decoder layers of the model."""
         return int(self.args.num_layers)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """1-based numbers of the MoE layers of the model."""
+        numbers = range(1, self.num_layers + 1)
+        return tuple(number for number in numbers if is_moe_layer(self.args, number))
 
     @property
     def num_microbatches(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -173,6 +174,19 @@ class Dynamics:
     def all_factors(self, num_layers: int) -> tuple[LayerFactors, ...]:
         """`factors` of every layer of the model, in order."""
         return tuple(self.factors(number) for number in range(1, num_layers + 1))
+
+    def all_work(self, num_layers: int) -> tuple[LayerFactors, ...]:
+        """What is left of the operations of every layer of the model, in order."""
+        found = []
+        for number in range(1, num_layers + 1):
+            parts = [kind.work(number) for kind in self._kinds]
+            found.append(
+                LayerFactors(
+                    math.prod(part.forward for part in parts),
+                    math.prod(part.backward for part in parts),
+                )
+            )
+        return tuple(found)
 
     def counters(self) -> dict[str, float]:
         """Numbers of all dynamics, as `KIND/NAME`."""

@@ -132,6 +132,13 @@ class Dynamic:
         """
         return LayerFactors()
 
+    def work(self, layer_number: int) -> LayerFactors:
+        """What is left of the operations of a layer's passes; not how long they take.
+
+        The same on all ranks.
+        """
+        return self.factors(layer_number)
+
     def counters(self) -> Mapping[str, float]:
         """Numbers for TensorBoard and W&B, by name; the same on all ranks."""
         return {}

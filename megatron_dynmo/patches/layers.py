@@ -1,4 +1,4 @@
-"""Patch of model building: the dynamics of a run shape and run its layers."""
+"""Patches for the dynamics: they shape and run layers, and what they leave out is not counted."""
 
 from __future__ import annotations
 
@@ -32,8 +32,22 @@ def dynamics_of_run() -> Any:
     return None if active is None else active.dynamics
 
 
+def _flops_left(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def num_floating_point_operations(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        active = controller()
+        if active is None or active.dynamics is None:
+            return original(args, *rest, **kwargs)
+        from megatron_dynmo.adapters.flops import less_skipped
+
+        work = active.dynamics.all_work(args.num_layers)
+        return less_skipped(lambda model: original(model, *rest, **kwargs), args, work)
+
+    return num_floating_point_operations
+
+
 def specs() -> tuple[PatchSpec, ...]:
-    """Return the patch that lets dynamics into the layers."""
+    """Return the patches that let dynamics into the layers."""
     return (
         PatchSpec(
             name="transformer-block-layers",
@@ -44,5 +58,21 @@ def specs() -> tuple[PatchSpec, ...]:
             reason="a dynamic wraps the specs of the layers, whichever builder made them",
             seam_tried="a layer spec of one's own (--spec): replaces Megatron's choice of layers",
             remove_when="Megatron lets a run wrap the layer specs of any model",
+        ),
+        PatchSpec(
+            name="training-flops",
+            target="megatron.training.training:num_floating_point_operations",
+            kind=Kind.WRAP,
+            factory=_flops_left,
+            params=(
+                "args",
+                "batch_size",
+                "seqlen_squared_sum_in_batch",
+                "total_real_tokens_in_batch",
+            ),
+            reason="layers count in full, whatever part of their work a dynamic leaves out, so the "
+            "throughput that is printed would be too high",
+            seam_tried="config: the formula reads nothing but the model's sizes",
+            remove_when="Megatron asks the layers what they compute",
         ),
     )

@@ -70,7 +70,25 @@ SPARSE_ATTENTION = (
         in_ci=False,
     ),
 )
-CASES: tuple[Case, ...] = (*FREEZING, *SPARSE_ATTENTION)
+ROUTED = (
+    Case(
+        "Mixture of Depths",
+        (
+            *("--dynmo-mod", "--dynmo-mod-routing", "threshold", "--micro-batch-size", "2"),
+            *("--dynmo-mod-capacity", "1:1.0;3:0.5;6:0.125", *LLAMA),
+        ),
+    ),
+    Case(
+        "MoE",
+        (
+            # Sinkhorn, so that decisions rest on the skewed logits of all tokens.
+            *("--dynmo-moe-skew", "phases:period=6", "--moe-layer-freq", "2"),
+            *("--moe-router-load-balancing-type", "sinkhorn"),
+        ),
+        needs_moe=True,
+    ),
+)
+CASES: tuple[Case, ...] = (*FREEZING, *SPARSE_ATTENTION, *ROUTED)
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ class TestRun:
             (["--log-interval", "1", "SCRIPT"], "arguments come after SCRIPT"),
             (["--dynmo-balance", "partition", "SCRIPT"], "did you mean --dynmo-balancer?"),
             (["SCRIPT", "--dynmo-balance", "partition"], "did you mean --dynmo-balancer?"),
-            (["SCRIPT", "--dynmo-mod", "observe"], "did you mean --dynmo-mode?"),
+            (["SCRIPT", "--dynmo-modes", "observe"], "did you mean --dynmo-mode?"),
             (["SCRIPT", "--dynmo-mode", "obs"], "invalid choice: 'obs'"),
             (["--dynmo-mode", "obs", "SCRIPT"], "invalid choice: 'obs'"),
             (["SCRIPT", "--dynmo-mode"], "expected one argument"),

@@ -138,7 +138,7 @@ def test_of_two_equal_flags_the_last_wins_wherever_they_stand():
     ("word", "near"),
     [
         ("--dynmo-balance", "--dynmo-balancer"),
-        ("--dynmo-mod", "--dynmo-mode"),
+        ("--dynmo-modes", "--dynmo-mode"),
         ("--dynmo-min-gain", "--dynmo-min-gain-pct"),
         ("--dynmo-force-layouts=3:EL", "--dynmo-force-layout"),
     ],
