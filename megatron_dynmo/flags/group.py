@@ -8,6 +8,9 @@ from typing import ClassVar
 class FlagGroup:
     """Base of the frozen dataclasses that `DynMoConfig` inherits its fields from.
 
+    The config asks each group by its class, `Group.is_on(config)`; `self.is_on()` in a method would
+    ask the first group of all.
+
     Attributes:
         kind: module of `megatron_dynmo.dynamics` that these flags turn on; None where the flags
             are no dynamic's.
