@@ -1,0 +1,169 @@
+"""A linear map whose weight is kept as the vector of its non-zeros.
+
+Tier: torch. The vector is the parameter: gradient, master copy and moments shrink with it, and a
+removed weight cannot come back, because there is none. Each of the three products of a training
+step runs on sparse kernels or on a dense matrix filled from the vector, whichever is faster there;
+`calibration` measures which.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Products(NamedTuple):
+    """Which products run on sparse kernels; the others fill a dense matrix first.
+
+    Attributes:
+        forward: y = x W^T, as a product with W in CSR.
+        input_grad: dx = dy W, as a product with W^T in CSR.
+        weight_grad: dW = dy^T x, sampled at the non-zeros.
+    """
+
+    forward: bool = False
+    input_grad: bool = False
+    weight_grad: bool = False
+
+
+class Pattern:
+    """Where the non-zeros of a matrix are.
+
+    Args:
+        index: int `[nnz]`, ascending positions in the flattened matrix; kept, not copied.
+        num_rows: rows of the matrix (outputs).
+        num_columns: its columns (inputs).
+    """
+
+    def __init__(self, index: torch.Tensor, num_rows: int, num_columns: int) -> None:
+        self.shape = (num_rows, num_columns)
+        self.index = index.to(torch.int64)
+
+    @functools.cached_property
+    def _csr(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row starts `[rows + 1]` and columns `[nnz]`, int32: what the kernels take unconverted."""
+        rows, columns = self.shape
+        return _starts(self.index // columns, rows), (self.index % columns).to(torch.int32)
+
+    @functools.cached_property
+    def _transposed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same of the transposed matrix, and where its values are in the vector."""
+        rows, columns = self.shape
+        row, column = self.index // columns, self.index % columns
+        order = torch.argsort(column * rows + row)
+        return _starts(column[order], columns), row[order].to(torch.int32), order
+
+    def csr(self, values: torch.Tensor) -> torch.Tensor:
+        """The matrix `[rows, columns]` in CSR; shares the values `[nnz]`."""
+        return _csr_tensor(*self._csr, values, self.shape)
+
+    def csr_transposed(self, values: torch.Tensor) -> torch.Tensor:
+        """The transposed matrix `[columns, rows]` in CSR, a new tensor."""
+        starts, rows, order = self._transposed
+        return _csr_tensor(starts, rows, values[order], self.shape[::-1])
+
+    def dense(self, values: torch.Tensor) -> torch.Tensor:
+        """The matrix `[rows, columns]`, zeros where nothing is kept; a new tensor."""
+        flat = values.new_zeros(self.shape[0] * self.shape[1])
+        flat[self.index] = values
+        return flat.view(self.shape)
+
+
+def sparse_linear(
+    inputs: torch.Tensor, values: torch.Tensor, pattern: Pattern, products: Products
+) -> torch.Tensor:
+    """Compute x W^T for a weight kept as its non-zeros; differentiable in both.
+
+    Args:
+        inputs: `[..., columns]`.
+        values: same dtype, the non-zeros in the order of the pattern, of any shape.
+        pattern: their places.
+        products: how to compute.
+
+    Returns:
+        `[..., rows]`, a new contiguous tensor.
+    """
+    result: torch.Tensor = _SparseLinear.apply(inputs, values, pattern, products)
+    return result
+
+
+def forward_product(
+    x: torch.Tensor, values: torch.Tensor, pattern: Pattern, is_sparse: bool
+) -> torch.Tensor:
+    """y = x W^T for x `[n, columns]` and values `[nnz]`; `[n, rows]`."""
+    if not is_sparse:
+        return x @ pattern.dense(values).t()
+    return (pattern.csr(values) @ x.t().contiguous()).t().contiguous()
+
+
+def input_gradient(
+    dy: torch.Tensor, values: torch.Tensor, pattern: Pattern, is_sparse: bool
+) -> torch.Tensor:
+    """Dx = dy W for dy `[n, rows]` and values `[nnz]`; `[n, columns]`."""
+    if not is_sparse:
+        return dy @ pattern.dense(values)
+    return (pattern.csr_transposed(values) @ dy.t().contiguous()).t().contiguous()
+
+
+def weight_gradient(
+    dy: torch.Tensor, x: torch.Tensor, values: torch.Tensor, pattern: Pattern, is_sparse: bool
+) -> torch.Tensor:
+    """dW = dy^T x at the non-zeros, for dy `[n, rows]` and x `[n, columns]`; `[nnz]`."""
+    if not is_sparse:
+        return (dy.t() @ x).view(-1)[pattern.index]
+    # The kernel reads rows of both factors; beta = 0 leaves the values out.
+    places = pattern.csr(values)
+    return torch.sparse.sampled_addmm(places, dy.t().contiguous(), x, beta=0.0).values()
+
+
+class _SparseLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, values: torch.Tensor, pattern: Pattern, products: Products
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inputs, values)
+        ctx.pattern, ctx.products = pattern, products
+        x = inputs.reshape(-1, inputs.shape[-1])
+        y = forward_product(x, values.view(-1), pattern, products.forward)
+        return y.view(*inputs.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        inputs, values = ctx.saved_tensors
+        pattern, products = ctx.pattern, ctx.products
+        dy = grads[0].reshape(-1, grads[0].shape[-1])
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = input_gradient(dy, values.view(-1), pattern, products.input_grad)
+            dx = dx.view(inputs.shape)
+        if ctx.needs_input_grad[1]:
+            x = inputs.reshape(-1, inputs.shape[-1])
+            dw = weight_gradient(dy, x, values.view(-1), pattern, products.weight_grad)
+            dw = dw.view(values.shape)
+        return dx, dw, None, None
+
+
+def _starts(lines: torch.Tensor, num_lines: int) -> torch.Tensor:
+    """Where each line begins among ascending line numbers; int32 `[num_lines + 1]`."""
+    starts = torch.zeros(num_lines + 1, dtype=torch.int32, device=lines.device)
+    starts[1:] = torch.bincount(lines, minlength=num_lines).cumsum(0)
+    return starts
+
+
+def _csr_tensor(
+    starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]
+) -> torch.Tensor:
+    _warn_never_again()
+    return torch.sparse_csr_tensor(starts, columns, values, shape, check_invariants=False)
+
+
+@functools.cache
+def _warn_never_again() -> None:
+    """Let torch say once, unheard, that CSR tensors are a beta feature."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        starts = torch.zeros(1, dtype=torch.int32)
+        torch.sparse_csr_tensor(starts, starts[:0], torch.zeros(0), (0, 1), check_invariants=False)
