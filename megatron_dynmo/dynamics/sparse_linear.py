@@ -33,28 +33,28 @@ class Pattern:
     """Where the non-zeros of a matrix are.
 
     Args:
-        index: int `[nnz]`, ascending positions in the flattened matrix; kept, not copied.
+        index: int32 `[nnz]`, ascending positions in the flattened matrix; kept, not copied.
         num_rows: rows of the matrix (outputs).
         num_columns: its columns (inputs).
     """
 
     def __init__(self, index: torch.Tensor, num_rows: int, num_columns: int) -> None:
         self.shape = (num_rows, num_columns)
-        self.index = index.to(torch.int64)
+        self.index = index
 
     @functools.cached_property
     def _csr(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Row starts `[rows + 1]` and columns `[nnz]`, int32: what the kernels take unconverted."""
         rows, columns = self.shape
-        return _starts(self.index // columns, rows), (self.index % columns).to(torch.int32)
+        return _starts(self.index // columns, rows), self.index % columns
 
     @functools.cached_property
     def _transposed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same of the transposed matrix, and where its values are in the vector."""
         rows, columns = self.shape
         row, column = self.index // columns, self.index % columns
-        order = torch.argsort(column * rows + row)
-        return _starts(column[order], columns), row[order].to(torch.int32), order
+        order = torch.argsort(column * rows + row).to(torch.int32)
+        return _starts(column[order], columns), row[order], order
 
     def csr(self, values: torch.Tensor) -> torch.Tensor:
         """The matrix `[rows, columns]` in CSR; shares the values `[nnz]`."""
@@ -65,15 +65,25 @@ class Pattern:
         starts, rows, order = self._transposed
         return _csr_tensor(starts, rows, values[order], self.shape[::-1])
 
-    def dense(self, values: torch.Tensor) -> torch.Tensor:
-        """The matrix `[rows, columns]`, zeros where nothing is kept; a new tensor."""
-        flat = values.new_zeros(self.shape[0] * self.shape[1])
-        flat[self.index] = values
-        return flat.view(self.shape)
+    def dense(self, values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The matrix `[rows, columns]`, zeros where nothing is kept.
+
+        Args:
+            values: the non-zeros, of any shape.
+            out: an earlier answer of the same pattern, to be filled again; else a new tensor.
+        """
+        if out is None:
+            out = values.new_zeros(self.shape)
+        out.view(-1)[self.index] = values.view(-1)
+        return out
 
 
 def sparse_linear(
-    inputs: torch.Tensor, values: torch.Tensor, pattern: Pattern, products: Products
+    inputs: torch.Tensor,
+    values: torch.Tensor,
+    pattern: Pattern,
+    products: Products,
+    dense: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute x W^T for a weight kept as its non-zeros; differentiable in both.
 
@@ -82,36 +92,40 @@ def sparse_linear(
         values: same dtype, the non-zeros in the order of the pattern, of any shape.
         pattern: their places.
         products: how to compute.
+        dense: the matrix `[rows, columns]` with these values for the products that run dense; must
+            stay as it is until the backward is done. Without it one is made when it is needed.
 
     Returns:
         `[..., rows]`, a new contiguous tensor.
     """
-    result: torch.Tensor = _SparseLinear.apply(inputs, values, pattern, products)
+    if dense is None and not (products.forward and products.input_grad):
+        dense = pattern.dense(values.detach())
+    result: torch.Tensor = _SparseLinear.apply(inputs, values, pattern, products, dense)
     return result
 
 
 def forward_product(
-    x: torch.Tensor, values: torch.Tensor, pattern: Pattern, is_sparse: bool
+    x: torch.Tensor, values: torch.Tensor, pattern: Pattern, dense: torch.Tensor | None
 ) -> torch.Tensor:
-    """y = x W^T for x `[n, columns]` and values `[nnz]`; `[n, rows]`."""
-    if not is_sparse:
-        return x @ pattern.dense(values).t()
+    """Compute x W^T for x `[n, columns]`, sparse unless the dense W is given; `[n, rows]`."""
+    if dense is not None:
+        return x @ dense.t()
     return (pattern.csr(values) @ x.t().contiguous()).t().contiguous()
 
 
 def input_gradient(
-    dy: torch.Tensor, values: torch.Tensor, pattern: Pattern, is_sparse: bool
+    dy: torch.Tensor, values: torch.Tensor, pattern: Pattern, dense: torch.Tensor | None
 ) -> torch.Tensor:
-    """Dx = dy W for dy `[n, rows]` and values `[nnz]`; `[n, columns]`."""
-    if not is_sparse:
-        return dy @ pattern.dense(values)
+    """Compute dy W for dy `[n, rows]`, sparse unless the dense W is given; `[n, columns]`."""
+    if dense is not None:
+        return dy @ dense
     return (pattern.csr_transposed(values) @ dy.t().contiguous()).t().contiguous()
 
 
 def weight_gradient(
     dy: torch.Tensor, x: torch.Tensor, values: torch.Tensor, pattern: Pattern, is_sparse: bool
 ) -> torch.Tensor:
-    """dW = dy^T x at the non-zeros, for dy `[n, rows]` and x `[n, columns]`; `[nnz]`."""
+    """Compute dy^T x at the non-zeros, for dy `[n, rows]` and x `[n, columns]`; `[nnz]`."""
     if not is_sparse:
         return (dy.t() @ x).view(-1)[pattern.index]
     # The kernel reads rows of both factors; beta = 0 leaves the values out.
@@ -122,12 +136,17 @@ def weight_gradient(
 class _SparseLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, inputs: torch.Tensor, values: torch.Tensor, pattern: Pattern, products: Products
+        ctx: Any,
+        inputs: torch.Tensor,
+        values: torch.Tensor,
+        pattern: Pattern,
+        products: Products,
+        dense: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(inputs, values)
-        ctx.pattern, ctx.products = pattern, products
+        ctx.pattern, ctx.products, ctx.dense = pattern, products, dense
         x = inputs.reshape(-1, inputs.shape[-1])
-        y = forward_product(x, values.view(-1), pattern, products.forward)
+        y = forward_product(x, values.view(-1), pattern, None if products.forward else dense)
         return y.view(*inputs.shape[:-1], -1)
 
     @staticmethod
@@ -137,13 +156,13 @@ class _SparseLinear(torch.autograd.Function):
         dy = grads[0].reshape(-1, grads[0].shape[-1])
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = input_gradient(dy, values.view(-1), pattern, products.input_grad)
-            dx = dx.view(inputs.shape)
+            dense = None if products.input_grad else ctx.dense
+            dx = input_gradient(dy, values.view(-1), pattern, dense).view(inputs.shape)
         if ctx.needs_input_grad[1]:
             x = inputs.reshape(-1, inputs.shape[-1])
             dw = weight_gradient(dy, x, values.view(-1), pattern, products.weight_grad)
             dw = dw.view(values.shape)
-        return dx, dw, None, None
+        return dx, dw, None, None, None
 
 
 def _starts(lines: torch.Tensor, num_lines: int) -> torch.Tensor:

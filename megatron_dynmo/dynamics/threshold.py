@@ -82,8 +82,8 @@ def smallest(
 ) -> Bound:
     """Find the `count` elements of smallest magnitude, ties by ascending index.
 
-    Memory: a few int64 copies of the largest piece. Time: one pass over the values for each digit of 11
-    bits, three for float32; indices are asked for ties only.
+    Memory: a few int64 copies of the largest piece. Time: one pass over the values for each digit
+    of 11 bits, three for float32; indices are asked for ties only.
 
     Args:
         pieces: what this rank holds; may be empty. Each element must be in one piece of one rank
@@ -126,6 +126,10 @@ def _digits(
 
     Args:
         keys: gives this rank's keys anew at each call: non-negative integers below 2**width.
+        rank: which one.
+        width: bits of a key.
+        device: where the group's collectives take their tensors.
+        group: see `smallest`.
 
     Returns:
         The key, and how many keys are smaller.
