@@ -38,23 +38,20 @@ class Pruning(Dynamic):
     def __init__(self, config: DynMoConfig, args: Namespace) -> None:
         super().__init__(config, args)
         self._schedule = config.pruning_schedule(int(args.train_iters or 0))
+        assert config.prune is not None
         self._method = _METHODS[config.prune](config, args)
 
     @classmethod
     def refusals(cls, config: DynMoConfig, args: Namespace) -> list[str]:
         """See `Dynamic.refusals`."""
-        refused = common_refusals(config, args)
+        refused = common_refusals(args)
+        if "freezing" in config.dynamics:
+            refused.append(
+                "freezing compares layers with what they were, which pruning makes smaller; use "
+                "one of --dynmo-prune and --dynmo-freeze"
+            )
         if config.prune == "head":
-            groups = LayerSizes.groups_of(args)
-            if groups < args.tensor_model_parallel_size:
-                refused.append(
-                    f"{groups} query groups are shared by {args.tensor_model_parallel_size} "
-                    "tensor-parallel ranks, so that none can go; use --dynmo-prune neuron"
-                )
-            if getattr(args, "softmax_type", "vanilla") != "vanilla":
-                refused.append("--softmax-type has a number for each head; leave it out")
-            if getattr(args, "attention_output_gate", False):
-                refused.append("--attention-output-gate has rows for each head; leave it out")
+            refused += _head_refusals(config, args)
         return refused
 
     def shape(self, layer: Any) -> None:
@@ -134,6 +131,26 @@ class Pruning(Dynamic):
                 f"the pruning state of the checkpoint does not fit this model: {error}; resume "
                 "with the flags that it was saved with"
             ) from error
+
+
+def _head_refusals(config: DynMoConfig, args: Namespace) -> list[str]:
+    refused = []
+    groups, tp_size = LayerSizes.groups_of(args), args.tensor_model_parallel_size
+    if 0 < groups < tp_size:
+        refused.append(
+            f"{groups} query groups are shared by {tp_size} tensor-parallel ranks, so that none "
+            "can go; use --dynmo-prune neuron"
+        )
+    if "sparse_attention" in config.dynamics:
+        refused.append(
+            "sparse attention is made for the heads that a layer has in the beginning; use "
+            "--dynmo-prune neuron beside it"
+        )
+    if getattr(args, "softmax_type", "vanilla") != "vanilla":
+        refused.append("--softmax-type keeps a number for each head; leave it out")
+    if getattr(args, "attention_output_gate", False):
+        refused.append("--attention-output-gate has rows for each head; leave it out")
+    return refused
 
 
 def _store_layers_apart(config: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Protocol
 
-from megatron_dynmo.config import DynMoConfig
+from megatron_dynmo.adapters import support
 from megatron_dynmo.dynamics.protocol import LayerFactors
 from megatron_dynmo.dynamics.replacement import Replacement
 
@@ -64,9 +64,14 @@ class PruningMethod(Protocol):
         """
 
 
-def common_refusals(config: DynMoConfig, args: Namespace) -> list[str]:
-    """Features of a run under which no parameter of a layer can become smaller."""
-    refused = []
+def common_refusals(args: Namespace) -> list[str]:
+    """Features of a run under which no parameter of a layer can become smaller.
+
+    Args:
+        args: Megatron's arguments, parsed but not validated.
+    """
+    # Wrapper and optimizer are rebuilt as after a move.
+    refused = [f"{feature.flag}: {feature.reason}" for feature in support.refusals(args)]
     if getattr(args, "transformer_impl", "local") != "local":
         refused.append(
             "TransformerEngine keeps sizes and FP8 buffers of its layers in objects of its own; "

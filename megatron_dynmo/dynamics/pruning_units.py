@@ -79,6 +79,7 @@ class UnitPruning:
     """
 
     def __init__(self, config: DynMoConfig, args: Namespace) -> None:
+        assert config.prune is not None
         self._sizes = LayerSizes.of(args)
         self._kind = UNITS[config.prune]
         self._grid = _Grid.of(config, args)

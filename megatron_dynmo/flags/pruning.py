@@ -18,11 +18,11 @@ class PruningFlags(FlagGroup):
 
     kind: ClassVar[str | None] = "pruning"
 
-    prune: str = flag(
-        "none",
+    prune: str | None = flag(
+        None,
         "magnitude: the smallest weights of all MLP and attention matrices together; neuron: whole "
         "neurons of the MLPs; head: whole attention heads, or query groups under GQA",
-        choices=["none", "magnitude", "neuron", "head"],
+        choices=["magnitude", "neuron", "head"],
     )
     prune_final: float = flag(
         0.9, "share that is removed in the end", type=fraction, metavar="SHARE"
@@ -71,7 +71,7 @@ class PruningFlags(FlagGroup):
 
     def is_on(self) -> bool:
         """Whether anything is pruned."""
-        return self.prune != "none"
+        return self.prune is not None
 
     def check(self) -> None:
         """See `FlagGroup.check`."""
