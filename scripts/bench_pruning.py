@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--sparsities", type=float, nargs="+", default=[0.8, 0.9, 0.95, 0.98])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -36,7 +37,7 @@ def main() -> None:
         4 * arguments.hidden, arguments.hidden, arguments.tokens, torch.float32, torch.device("cpu")
     )
     print(f"calibration of {4 * arguments.hidden} x {arguments.hidden}: {limits}")
-    for sparsity in (0.8, 0.9, 0.95, 0.98):
+    for sparsity in arguments.sparsities:
         csr(arguments, sparsity, limits)
 
 

@@ -116,21 +116,46 @@ def forward_product(
 def input_gradient(
     dy: torch.Tensor, values: torch.Tensor, pattern: Pattern, dense: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute dy W for dy `[n, rows]`, sparse unless the dense W is given; `[n, columns]`."""
+    """Compute dy W, sparse unless the dense W is given.
+
+    Args:
+        dy: `[n, rows]`; for the sparse product, as a transposed contiguous tensor.
+        values: the non-zeros, `[nnz]`.
+        pattern: their places.
+        dense: the matrix.
+
+    Returns:
+        `[n, columns]`, a new contiguous tensor.
+    """
     if dense is not None:
         return dy @ dense
-    return (pattern.csr_transposed(values) @ dy.t().contiguous()).t().contiguous()
+    return (pattern.csr_transposed(values) @ dy.t()).t().contiguous()
 
 
 def weight_gradient(
     dy: torch.Tensor, x: torch.Tensor, values: torch.Tensor, pattern: Pattern, is_sparse: bool
 ) -> torch.Tensor:
-    """Compute dy^T x at the non-zeros, for dy `[n, rows]` and x `[n, columns]`; `[nnz]`."""
+    """Compute dy^T x at the non-zeros.
+
+    Args:
+        dy: as in `input_gradient`.
+        x: `[n, columns]`.
+        values: the non-zeros, `[nnz]`.
+        pattern: their places.
+        is_sparse: whether to compute nothing but those.
+
+    Returns:
+        `[nnz]`, a new tensor.
+    """
     if not is_sparse:
         return (dy.t() @ x).view(-1)[pattern.index]
-    # The kernel reads rows of both factors; beta = 0 leaves the values out.
-    places = pattern.csr(values)
-    return torch.sparse.sampled_addmm(places, dy.t().contiguous(), x, beta=0.0).values()
+    # beta = 0 leaves the values out.
+    return torch.sparse.sampled_addmm(pattern.csr(values), dy.t(), x, beta=0.0).values()
+
+
+def transposed_layout(dy: torch.Tensor) -> torch.Tensor:
+    """The same matrix, laid out by columns as the sparse kernels read it."""
+    return dy.t().contiguous().t()
 
 
 class _SparseLinear(torch.autograd.Function):
@@ -154,13 +179,17 @@ class _SparseLinear(torch.autograd.Function):
         inputs, values = ctx.saved_tensors
         pattern, products = ctx.pattern, ctx.products
         dy = grads[0].reshape(-1, grads[0].shape[-1])
+        by_columns = dy
+        if products.input_grad or products.weight_grad:
+            by_columns = transposed_layout(dy)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dense = None if products.input_grad else ctx.dense
-            dx = input_gradient(dy, values.view(-1), pattern, dense).view(inputs.shape)
+            dense, own = (None, by_columns) if products.input_grad else (ctx.dense, dy)
+            dx = input_gradient(own, values.view(-1), pattern, dense).view(inputs.shape)
         if ctx.needs_input_grad[1]:
             x = inputs.reshape(-1, inputs.shape[-1])
-            dw = weight_gradient(dy, x, values.view(-1), pattern, products.weight_grad)
+            own = by_columns if products.weight_grad else dy
+            dw = weight_gradient(own, x, values.view(-1), pattern, products.weight_grad)
             dw = dw.view(values.shape)
         return dx, dw, None, None, None
 
