@@ -4,8 +4,10 @@ import hashlib
 
 import pytest
 
+from tests.e2e.conformance import SETTINGS, Case, cell_of
+from tests.e2e.matrix import LLAMA
 from tests.e2e.moving import train_ours
-from tests.e2e.parity import read_trace
+from tests.e2e.parity import compare, read_trace
 from tests.ranks import RanksFailed, run_ranks
 
 ONCE = (
@@ -87,6 +89,21 @@ class Totals:
         self.kept_bytes = sum(size for *_, size in rows)
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("flags", [(), LLAMA], ids=["", "gated"])
+def test_moves_change_nothing_where_products_are_sparse(flags, tmp_path):
+    case = Case(
+        "sparse products",
+        (
+            *("--dynmo-prune", "magnitude", "--dynmo-prune-compute", "sparse", *flags),
+            *("--dynmo-prune-begin", "2", "--dynmo-prune-end", "9", "--dynmo-prune-every", "3"),
+        ),
+    )
+    row = compare(cell_of(case, SETTINGS[0]), tmp_path)
+    assert row["loss_equal"] and row["digests_equal"], row
+
+
+@pytest.mark.matrix
 def test_a_checkpoint_of_another_kind_is_refused_by_name(tmp_path):
     flags = (*ONCE, "--dynmo-prune-compute", "dense", "--train-iters", "4")
     run_ranks(
