@@ -75,7 +75,7 @@ class PruningFlags(FlagGroup):
 
     def check(self) -> None:
         """See `FlagGroup.check`."""
-        if self.is_on():
+        if self.prune is not None:
             # Defaults fit whatever was given, so any length of the run finds the mistakes.
             self.pruning_schedule(10)
 
