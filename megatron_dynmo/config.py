@@ -21,6 +21,7 @@ from megatron_dynmo.flags.freezing import FreezingFlags
 from megatron_dynmo.flags.group import FlagGroup
 from megatron_dynmo.flags.mixture_of_depths import MixtureOfDepthsFlags
 from megatron_dynmo.flags.moe import MoeFlags
+from megatron_dynmo.flags.pruning import PruningFlags
 from megatron_dynmo.flags.sparse_attention import SparseAttentionFlags
 
 PREFIX = "--dynmo-"
@@ -73,6 +74,7 @@ class _OneLineParser(argparse.ArgumentParser):
 
 FLAG_GROUPS: tuple[type[FlagGroup], ...] = (
     FreezingFlags,
+    PruningFlags,
     MixtureOfDepthsFlags,
     MoeFlags,
     SparseAttentionFlags,
@@ -81,7 +83,9 @@ FLAG_GROUPS: tuple[type[FlagGroup], ...] = (
 
 
 @dataclass(frozen=True)
-class DynMoConfig(FreezingFlags, MixtureOfDepthsFlags, MoeFlags, SparseAttentionFlags):
+class DynMoConfig(
+    FreezingFlags, PruningFlags, MixtureOfDepthsFlags, MoeFlags, SparseAttentionFlags
+):
     """All settings of megatron_dynmo; the defaults need no thought.
 
     Every field is one `--dynmo-*` flag: `min_gain_pct` is `--dynmo-min-gain-pct`.

@@ -88,7 +88,25 @@ ROUTED = (
         needs_moe=True,
     ),
 )
-CASES: tuple[Case, ...] = (*FREEZING, *SPARSE_ATTENTION, *ROUTED)
+
+
+def _pruning(name: str, kind: str, final: str, *flags: str, in_ci: bool = False) -> Case:
+    steps = ("--dynmo-prune-begin", "2", "--dynmo-prune-end", "9", "--dynmo-prune-every", "3")
+    words = ("--dynmo-prune", kind, "--dynmo-prune-final", final, *steps, *flags)
+    return Case(f"pruning of {name}", words, in_ci=in_ci)
+
+
+GROUPS = ("--num-attention-heads", "8", "--num-query-groups", "4")
+COMPUTE = "--dynmo-prune-compute"  # what a machine measures must not decide a test
+PRUNING = (
+    _pruning("single weights", "magnitude", "0.8", COMPUTE, "dense"),
+    _pruning("single weights, gated", "magnitude", "0.8", COMPUTE, "dense", *LLAMA),
+    _pruning("neurons", "neuron", "0.75", in_ci=True),
+    _pruning("gated neurons", "neuron", "0.75", "--dynmo-prune-multiple", "2", *LLAMA),
+    _pruning("heads", "head", "0.5"),
+    _pruning("query groups", "head", "0.4", *LLAMA, *GROUPS),
+)
+CASES: tuple[Case, ...] = (*FREEZING, *PRUNING, *SPARSE_ATTENTION, *ROUTED)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,238 @@
+"""Unstructured pruning: the smallest weights of all MLP and attention matrices of the model."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+
+from megatron_dynmo.config import DynMoConfig
+from megatron_dynmo.dynamics.compact_weight import Age, is_compact, make_compact, remove_weights
+from megatron_dynmo.dynamics.layer_sizes import MATRICES, LayerSizes
+from megatron_dynmo.dynamics.product_calibration import Crossover, crossover, is_supported
+from megatron_dynmo.dynamics.protocol import LayerFactors
+from megatron_dynmo.dynamics.replacement import Replacement
+from megatron_dynmo.dynamics.threshold import Piece, smallest
+from megatron_dynmo.errors import ConfigError
+
+_COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
+_FIXED = {"dense": Crossover(), "sparse": Crossover(1.0, 1.0, 1.0)}
+
+
+class MagnitudePruning:
+    """Takes single weights out, by one threshold for the whole model.
+
+    State: how many weights are left in each matrix on each tensor-parallel rank, and from which
+    density on the products of each matrix run sparse.
+    """
+
+    def __init__(self, config: DynMoConfig, args: Namespace) -> None:
+        self._sizes = LayerSizes.of(args)
+        self._tp_size = args.tensor_model_parallel_size
+        self._tokens = args.seq_length * args.micro_batch_size
+        self.num_layers = args.num_layers
+        whole = [
+            [self._sizes.num_weights(name) // self._tp_size] * self._tp_size for name in MATRICES
+        ]
+        self._left = torch.tensor([whole] * self.num_layers)  # [layers, matrices, tp]
+        fixed = _FIXED.get(config.prune_compute)
+        self._crossovers = None if fixed is None else {name: fixed for name in MATRICES}
+        self._age = Age()
+        self._needs_sparse = config.prune_compute == "sparse"
+
+    @property
+    def _total(self) -> int:
+        return self.num_layers * self._sizes.layer_weights
+
+    @property
+    def _has_pruned(self) -> bool:
+        return int(self._left.sum()) < self._total
+
+    def weights_changed(self) -> None:
+        """See `PruningMethod.weights_changed`."""
+        self._age.count += 1
+
+    def due(self, share: Fraction) -> int:
+        """Weights to go; see `PruningMethod.due`."""
+        return max(math.floor(share * self._total) - (self._total - int(self._left.sum())), 0)
+
+    def prune(self, run: Any, amount: int) -> list[Replacement]:
+        """See `PruningMethod.prune`."""
+        device, dtype = run.topology.device, run.stage.config.params_dtype
+        self._calibrate(dtype, device)
+        # Tensor- and pipeline-parallel ranks hold each weight once; data-parallel replicas, equal
+        # bit by bit, find the same.
+        group = mpu.get_model_parallel_group()
+        held = {
+            (number - 1, at): linear
+            for number, layer in sorted(run.stage.layers().items())
+            for at, linear in enumerate(_linears(layer))
+        }
+        pieces = {place: self._piece(*place, linear) for place, linear in held.items()}
+        bound = smallest(
+            list(pieces.values()),
+            amount,
+            num_indices=self._total,
+            dtype=dtype,
+            device=device,
+            group=group,
+        )
+        removed = {place: bound.selected(piece) for place, piece in pieces.items()}
+        lost = torch.zeros_like(self._left, device=device)
+        for (layer, at), selected in removed.items():
+            lost[layer, at, held[layer, at].tp_group.rank()] = selected.sum()
+        dist.all_reduce(lost, group=group)
+        left = self._left - lost.cpu()
+        self._require_something_left(left)
+        self._left = left
+        replaced = []
+        for place, selected in removed.items():
+            # Also where nothing goes now: all matrices have one form from here on.
+            if selected.any() or not is_compact(held[place]):
+                replaced.append(remove_weights(held[place], selected, self._age))
+            held[place].dynmo_products = self._crossover(place[1]).products(self._density(*place))
+        return replaced
+
+    def _calibrate(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Measure once in a run, on rank 0: all ranks, layouts and resumes must do the same.
+
+        Collective:
+            All ranks of the world, the first time.
+        """
+        if self._needs_sparse and not is_supported(dtype, device):
+            raise ConfigError(
+                f"torch has no sparse products of {dtype} on {device.type}; use "
+                "--dynmo-prune-compute auto or dense"
+            )
+        if self._crossovers is not None:
+            return
+        found = torch.zeros(len(MATRICES), 3, dtype=torch.float64, device=device)
+        if dist.get_rank() == 0:
+            for at, name in enumerate(MATRICES):
+                rows, columns = self._local_shape(name)
+                limits = crossover(rows, columns, self._tokens, dtype, device)
+                found[at] = torch.tensor(limits, dtype=torch.float64)
+        dist.broadcast(found, 0)
+        self._crossovers = {
+            name: Crossover(*row) for name, row in zip(MATRICES, found.tolist(), strict=True)
+        }
+
+    def _crossover(self, at: int) -> Crossover:
+        return Crossover() if self._crossovers is None else self._crossovers[MATRICES[at]]
+
+    def _local_shape(self, name: str) -> tuple[int, int]:
+        rows, columns = self._sizes.shape(name)
+        if name in _COLUMN_PARALLEL:
+            return rows // self._tp_size, columns
+        return rows, columns // self._tp_size
+
+    def _piece(self, layer: int, at: int, linear: Any) -> Piece:
+        """The weights of a matrix that are left, with their numbers in the whole model."""
+        before = self._sizes.layer_weights * layer
+        before += sum(self._sizes.num_weights(name) for name in MATRICES[:at])
+        name, tp_rank = MATRICES[at], linear.tp_group.rank()
+        rows, columns = self._local_shape(name)
+        parts = 2 if name == "linear_fc1" and self._sizes.gated else 1
+        height = rows // parts  # rows of one part on one rank
+
+        def index(positions: torch.Tensor) -> torch.Tensor:
+            flat = linear.weight_index[positions] if is_compact(linear) else positions
+            row, column = flat.to(torch.int64) // columns, flat.to(torch.int64) % columns
+            if name in _COLUMN_PARALLEL:
+                part, within = row // height, row % height
+                row = (part * self._tp_size + tp_rank) * height + within
+                return before + row * columns + column
+            return before + row * columns * self._tp_size + tp_rank * columns + column
+
+        return Piece(linear.weight.detach().view(-1), index)
+
+    def _require_something_left(self, left: torch.Tensor) -> None:
+        empty = (left == 0).nonzero().tolist()
+        if empty:
+            layer, at, _ = empty[0]
+            raise ConfigError(
+                f"pruning would leave nothing of {MATRICES[at]} of layer {layer + 1}: lower "
+                "--dynmo-prune-final"
+            )
+
+    def shape(self, layer: Any) -> None:
+        """See `Dynamic.shape`."""
+        if not self._has_pruned:
+            return
+        number = layer.layer_number - 1
+        for at, linear in enumerate(_linears(layer)):
+            make_compact(linear, int(self._left[number, at, linear.tp_group.rank()]), self._age)
+            linear.dynmo_products = self._crossover(at).products(self._density(number, at))
+
+    def _density(self, layer: int, at: int) -> float:
+        """Share of a matrix that is left, over all tensor-parallel ranks."""
+        return int(self._left[layer, at].sum()) / self._sizes.num_weights(MATRICES[at])
+
+    def factors(self, layer_number: int) -> LayerFactors:
+        """See `Dynamic.factors`; a product that stays dense takes as long as before."""
+        times = [
+            self._crossover(at).times(self._density(layer_number - 1, at))
+            if self._has_pruned
+            else (1.0, 1.0, 1.0)
+            for at in range(len(MATRICES))
+        ]
+        forward = dict(zip(MATRICES, (one[0] for one in times), strict=True))
+        backward = dict(zip(MATRICES, ((one[1] + one[2]) / 2 for one in times), strict=True))
+        return LayerFactors(self._sizes.time_factor(forward), self._sizes.time_factor(backward))
+
+    def sparsity(self, layer_number: int) -> float:
+        """See `PruningMethod.sparsity`."""
+        return 1 - int(self._left[layer_number - 1].sum()) / self._sizes.layer_weights
+
+    def details(self) -> Mapping[str, Any]:
+        """Weights left, and how many of each product of the model run sparse."""
+        products = [
+            self._crossover(at).products(self._density(layer, at))
+            for layer in range(self.num_layers)
+            for at in range(len(MATRICES))
+        ]
+        return {
+            "left": int(self._left.sum()),
+            "sparse_products": {
+                name: sum(getattr(one, name) for one in products)
+                for name in ("forward", "input_grad", "weight_grad")
+            },
+        }
+
+    def state(self) -> dict[str, Any]:
+        """See `PruningMethod.state`."""
+        crossovers = self._crossovers
+        return {
+            "tp_size": self._tp_size,
+            "left": self._left.tolist(),
+            "crossovers": None
+            if crossovers is None
+            else {name: list(one) for name, one in crossovers.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `PruningMethod.restore`."""
+        if state["tp_size"] != self._tp_size:
+            raise ConfigError(
+                f"the checkpoint holds the non-zeros of {state['tp_size']} tensor-parallel ranks, "
+                f"each as a vector; this run has {self._tp_size}: resume with "
+                f"--tensor-model-parallel-size {state['tp_size']}"
+            )
+        left = torch.tensor(state["left"])
+        if left.shape != self._left.shape or left.dtype != torch.int64:
+            raise ValueError(f"counts of shape {list(left.shape)}, not {list(self._left.shape)}")
+        self._left = left
+        if state["crossovers"] is not None and self._crossovers is None:
+            self._crossovers = {name: Crossover(*state["crossovers"][name]) for name in MATRICES}
+
+
+def _linears(layer: Any) -> Iterator[Any]:
+    """The matrices of a layer, in the order of `MATRICES`."""
+    attention, mlp = layer.self_attention, layer.mlp
+    yield from (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)

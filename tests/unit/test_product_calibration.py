@@ -1,0 +1,26 @@
+import torch
+
+from megatron_dynmo.dynamics.product_calibration import Crossover, crossover, is_supported
+
+CPU = torch.device("cpu")
+
+
+def test_a_product_is_sparse_up_to_the_measured_density_only():
+    limits = Crossover(forward=0.1, input_grad=0.0, weight_grad=0.05)
+    assert limits.products(0.1) == (True, False, False)
+    assert limits.products(0.04) == (True, False, True)
+    assert limits.times(0.05) == (0.5, 1.0, 1.0)
+    assert limits.times(0.2) == (1.0, 1.0, 1.0)
+
+
+def test_where_torch_has_no_sparse_kernels_nothing_runs_sparse():
+    assert not is_supported(torch.bfloat16, CPU)
+    assert crossover(16, 8, 4, torch.bfloat16, CPU) == Crossover()
+
+
+def test_measuring_leaves_the_random_streams_alone():
+    assert is_supported(torch.float32, CPU)
+    before = torch.random.get_rng_state()
+    limits = crossover(16, 8, 4, torch.float32, CPU)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(0 <= limit <= 0.35 for limit in limits)
