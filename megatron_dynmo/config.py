@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.flags import auto_or_count, count, flag, gigabytes, non_negative, percent
+from megatron_dynmo.flags.elastic import ElasticFlags
 from megatron_dynmo.flags.freezing import FreezingFlags
 from megatron_dynmo.flags.group import FlagGroup
 from megatron_dynmo.flags.mixture_of_depths import MixtureOfDepthsFlags
@@ -76,12 +77,15 @@ FLAG_GROUPS: tuple[type[FlagGroup], ...] = (
     MixtureOfDepthsFlags,
     MoeFlags,
     SparseAttentionFlags,
+    ElasticFlags,
 )
 """The groups that DynMoConfig inherits, dynamics in the order in which they act on a layer."""
 
 
 @dataclass(frozen=True)
-class DynMoConfig(FreezingFlags, MixtureOfDepthsFlags, MoeFlags, SparseAttentionFlags):
+class DynMoConfig(
+    FreezingFlags, MixtureOfDepthsFlags, MoeFlags, SparseAttentionFlags, ElasticFlags
+):
     """All settings of megatron_dynmo; the defaults need no thought.
 
     Every field is one `--dynmo-*` flag: `min_gain_pct` is `--dynmo-min-gain-pct`.
