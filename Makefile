@@ -12,8 +12,8 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup format lint types test test-unit test-upstream test-distributed test-e2e \
-	test-matrix demo bench bench-balancers bench-trigger bench-migration bench-sparse-attention \
-	patches docs lock dist clean
+	test-matrix test-slurm demo bench bench-balancers bench-trigger bench-migration \
+	bench-sparse-attention patches docs lock dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -57,6 +57,9 @@ test-e2e: setup ## Real pretraining of a tiny GPT
 
 test-matrix: setup ## The whole parity table and other slow cells (outside CI)
 	$(BIN)/pytest -m matrix --timeout 3600
+
+test-slurm: setup ## A real SLURM with four virtual nodes: give nodes back (needs slurm-wlm and munge)
+	$(BIN)/pytest tests/slurm
 
 demo: setup ## Real text, real Megatron, a layer that moves: static against balanced
 	$(BIN)/python scripts/demo.py

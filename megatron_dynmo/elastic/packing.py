@@ -137,6 +137,8 @@ def find_packing(
             return None  # no plan would last
         seen.append(found.stages)
         best = found
+    if best is not None and set(best.stages) - set(active) and set(active) - set(best.stages):
+        return None  # an exchange of stages
     return best
 
 
