@@ -13,18 +13,22 @@ it: so packing never undoes itself.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_dynmo.balancers import choose_layout
-from megatron_dynmo.cost import ModelCosts
+import numpy as np
+
+from megatron_dynmo.balancers import choose_layout, min_max_layout
+from megatron_dynmo.balancers.prediction import SplitPredictions
+from megatron_dynmo.cost import ModelCosts, predict_layout_ms
 from megatron_dynmo.errors import BalanceError, ConfigError
 from megatron_dynmo.layout import LayerLayout
 
 __all__ = ["Packing", "PackingSettings", "StageMap", "advice", "find_packing"]
 
 _BAND_PCT = 2.0
-_MAX_WORK = 1e7  # see `choose_layout`: a few ms for each number of stages
+_MAX_WORK = 1e7  # see `choose_layout`: a few ms
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class Packing:
         stages: the active stages, ascending.
         layout: best layout on them.
         iteration_ms: predicted.
-        slowdown_pct: against the best layout on all stages; negative where fewer are faster.
+        slowdown_pct: against all stages; negative where fewer are faster.
     """
 
     stages: tuple[int, ...]
@@ -137,9 +141,9 @@ def find_packing(
             return None  # no plan would last
         seen.append(found.stages)
         best = found
-    if best is not None and set(best.stages) - set(active) and set(active) - set(best.stages):
-        return None  # an exchange of stages
-    return best
+    if best is None or (set(best.stages) - set(active) and set(active) - set(best.stages)):
+        return None  # the latter would be an exchange of stages
+    return search.confirmed(best, len(best.stages) < len(active))
 
 
 class _Search:
@@ -156,24 +160,50 @@ class _Search:
         self._costs, self._layout = costs, layout
         self._map, self._settings, self._speeds = stage_map, settings, speeds
         self._known: dict[tuple[int, ...], Packing | None] = {}
-        self._work_ms = costs.num_microbatches * (
-            sum(layer.total_ms for layer in costs.layers)
-            + costs.first_stage_extra.total_ms
-            + costs.last_stage_extra.total_ms
-        )
         everything = tuple(range(stage_map.num_stages))
-        self._all_ms, whole = self._predict(everything)
-        self._known[everything] = Packing(everything, whole, self._all_ms, 0.0)
+        self._whole = self._min_max(everything)
+        self._all_ms = self._estimate_ms(self._whole, everything)
+        self._known[everything] = Packing(everything, self._whole, self._all_ms, 0.0)
 
     def step(self, active: tuple[int, ...]) -> Packing | None:
         """What to do next from these stages; None when they are right."""
         limit = self._settings.max_slowdown_pct
-        for stages in reversed(list(self._fewer(active))):
-            if (found := self._look(stages, limit)) is not None:
-                return found
+        fewer = list(self._fewer(active))[::-1]
+        # Fewer stages are slower, but for a few that make a shorter pipeline; those are enough too.
+        first = bisect_left(fewer, True, key=lambda stages: self._look(stages, limit) is not None)
+        if first < len(fewer):
+            return self._look(fewer[first], limit)
         if self._look(active, limit + _BAND_PCT) is not None:
             return None
         return next(filter(None, (self._look(s, limit) for s in self._more(active))), None)
+
+    def confirmed(self, packing: Packing, is_fewer: bool) -> Packing | None:
+        """The same stages with the best layout, by the schedule itself; None if it is too slow."""
+        stages, layout = packing.stages, packing.layout
+        everything = tuple(range(self._map.num_stages))
+        try:
+            all_ms = predict_layout_ms(
+                self._costs, self._whole, stage_speeds=self._speeds_of(everything)
+            )
+            choice = choose_layout(
+                self._costs, len(stages), virtual_stages=layout.virtual_stages,
+                stage_speeds=self._speeds_of(stages),
+                stage_memory_limit=self._settings.stage_memory_limit,
+                min_layers=int(layout.num_layers >= layout.num_chunks), max_work=_MAX_WORK,
+            )  # fmt: skip
+            layout = layout.with_boundaries(choice.layout.boundaries)
+            iteration_ms = choice.iteration_ms
+            if iteration_ms is None or _parts_mtp(layout):
+                layout = packing.layout
+                iteration_ms = predict_layout_ms(
+                    self._costs, layout, stage_speeds=self._speeds_of(stages)
+                )
+        except ConfigError:
+            return None  # the micro-batches do not suit the interleaved schedule
+        slowdown = 100 * (iteration_ms / all_ms - 1) if all_ms > 0 else 0.0
+        if is_fewer and slowdown > self._settings.max_slowdown_pct:
+            return None
+        return Packing(stages, layout, iteration_ms, slowdown)
 
     def _fewer(self, active: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """The active stages without more and more of them, slow ones first, then late ones."""
@@ -197,42 +227,52 @@ class _Search:
 
     def _look(self, stages: tuple[int, ...], limit_pct: float) -> Packing | None:
         """A set of stages if it is fast enough and everything fits."""
-        most_ms = self._all_ms * (1 + limit_pct / 100)
         if stages not in self._known:
-            # No schedule is faster than work that is spread evenly and never waits.
-            if self._work_ms / sum(self._speeds[s] for s in stages) > most_ms:
-                return None
             self._known[stages] = self._packing(stages)
         known = self._known[stages]
-        return known if known is not None and known.iteration_ms <= most_ms else None
+        return known if known is not None and known.slowdown_pct <= limit_pct else None
 
     def _packing(self, stages: tuple[int, ...]) -> Packing | None:
         try:
-            iteration_ms, layout = self._predict(stages)
+            layout = self._min_max(stages)
+            iteration_ms = self._estimate_ms(layout, stages)
         except (BalanceError, ConfigError):
             return None  # too much for their memory, or for the interleaved schedule
-        slowdown = 100 * (iteration_ms / self._all_ms - 1)
+        slowdown = 100 * (iteration_ms / self._all_ms - 1) if self._all_ms > 0 else 0.0
         return Packing(stages, layout, iteration_ms, slowdown)
 
-    def _predict(self, stages: tuple[int, ...]) -> tuple[float, LayerLayout]:
-        """Predicted iteration time, in ms, of the best layout on these stages."""
-        virtual = self._layout.virtual_stages
+    def _min_max(self, stages: tuple[int, ...]) -> LayerLayout:
+        old = self._layout
         empty = LayerLayout.nearly_even(
-            self._layout.num_layers, len(stages), virtual_stages=virtual,
-            mtp_num_layers=self._layout.mtp_num_layers,
+            old.num_layers, len(stages), virtual_stages=old.virtual_stages,
+            mtp_num_layers=old.mtp_num_layers,
         )  # fmt: skip
-        choice = choose_layout(
-            self._costs, len(stages), virtual_stages=virtual,
-            stage_speeds=[self._speeds[s] for s in stages],
+        found = min_max_layout(
+            self._costs, len(stages), virtual_stages=old.virtual_stages,
+            stage_speeds=self._speeds_of(stages),
             stage_memory_limit=self._settings.stage_memory_limit,
-            min_layers=int(self._layout.num_layers >= empty.num_chunks), max_work=_MAX_WORK,
+            min_layers=int(old.num_layers >= empty.num_chunks),
         )  # fmt: skip
-        if choice.iteration_ms is None:
-            raise BalanceError(choice.reason)
-        layout = empty.with_boundaries(choice.layout.boundaries)
-        if layout.mtp_num_layers and layout.owner_of(layout.num_layers) != layout.mtp_owner:
+        layout = empty.with_boundaries(found.boundaries)
+        if _parts_mtp(layout):
             raise BalanceError(f"{layout} parts the MTP block from the last layer")
-        return choice.iteration_ms, layout
+        return layout
+
+    def _estimate_ms(self, layout: LayerLayout, stages: tuple[int, ...]) -> float:
+        """The longest chains of passes that wait for each other: near the schedule, and quick."""
+        schedule = "1f1b" if layout.virtual_stages == 1 else "interleaved"
+        splits = SplitPredictions(
+            self._costs, len(stages), layout.virtual_stages, self._speeds_of(stages), schedule
+        )
+        return float(splits.at_least_ms(np.array([layout.chunk_boundaries], dtype=np.intp))[0])
+
+    def _speeds_of(self, stages: tuple[int, ...]) -> list[float]:
+        return [self._speeds[stage] for stage in stages]
+
+
+def _parts_mtp(layout: LayerLayout) -> bool:
+    """Whether the last layer is not with the MTP block that hangs on it."""
+    return bool(layout.mtp_num_layers) and layout.owner_of(layout.num_layers) != layout.mtp_owner
 
 
 def advice(
