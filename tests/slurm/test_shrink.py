@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_dynmo.telemetry.events import read_events
-from tests.e2e.parity import EVENTS_FILE, read_trace
+from tests.e2e.parity import EVENTS_FILE, drop_in, read_trace
 from tests.e2e.training import TINY_GPT
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts" / "slurm"
@@ -68,18 +69,23 @@ def state_of(run, job):
     return fields["JobState"], fields.get("NodeList", "")
 
 
-def training(run, tmp_path, name, *flags):
-    """Submit the 4-stage run with one rank a node."""
-    (tmp_path / "load.json").write_text(json.dumps(EMULATION))
-    words = (
-        *TINY_GPT, "--num-layers", 8, "--pipeline-model-parallel-size", 4,
-        "--train-iters", ITERATIONS, "--lr-decay-iters", ITERATIONS,
-        "--dynmo-emulate", tmp_path / "load.json", "--dynmo-log-dir", tmp_path / name,
-    )  # fmt: skip
+def words_of(tmp_path, name):
+    """The 4-stage run; its load is virtual, so that the decision is always the same."""
+    load = tmp_path / "load.json"
+    load.write_text(json.dumps(EMULATION))
+    return [
+        *TINY_GPT, "--num-layers", "8", "--pipeline-model-parallel-size", "4",
+        "--train-iters", str(ITERATIONS), "--lr-decay-iters", str(ITERATIONS),
+        "--dynmo-emulate", str(load), "--dynmo-log-dir", str(tmp_path / name),
+    ]  # fmt: skip
+
+
+def training(run, tmp_path, name):
+    """Submit it with one rank a node."""
     return run(
         "sbatch", "--parsable", "--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=0",
         "--exclusive", "--no-kill", f"--output={tmp_path / name}.out",
-        SCRIPTS / "multi_node_srun.sbatch", *words, *flags,
+        SCRIPTS / "multi_node_srun.sbatch", *words_of(tmp_path, name),
     ).strip()  # fmt: skip
 
 
@@ -118,8 +124,5 @@ def test_nodes_go_back_and_another_job_starts_on_them(cluster, tmp_path):
     ]
     assert "goes on with n0,n3" in told[1]["answer"]
     # The run that never packed has the same losses, bit for bit.
-    still = training(cluster, tmp_path, "still", "--dynmo-pack", "off", "--dynmo-release", "park",
-                     "--dynmo-job-manager", "none")  # fmt: skip
-    log = tmp_path / "still.out"
-    wait_for(lambda: state_of(cluster, still)[0] == "COMPLETED", 300, log)
+    run_ranks(drop_in, 4, *words_of(tmp_path, "still"), timeout_s=240)
     assert read_trace(tmp_path / "still").losses == trace.losses
