@@ -108,7 +108,7 @@ class Elasticity:
         Collective:
             All ranks that train.
         """
-        if self._config.pack == "off" or self._forced_only:
+        if self._config.pack == "off" or self._config.forced_packs:
             return
         found = self._find(iteration)
         if found is None:
@@ -120,14 +120,15 @@ class Elasticity:
         is_confirmed = found.stages == self._advised
         if not is_confirmed:
             self._say(iteration, "advise", text, found)
-        elif self._config.pack == "on" and self._pays(found, iteration, iteration_ms):
+        elif self._packs_by_itself and self._pays(found, iteration, iteration_ms):
             self._say(iteration, "pack", text, found)
             self._change = _Change(found.stages, found.layout)
         self._advised = found.stages
 
     @property
-    def _forced_only(self) -> bool:
-        return bool(self._config.force_pack)
+    def _packs_by_itself(self) -> bool:
+        """Who forces layouts wants exactly those, on the stages that there are."""
+        return self._config.pack == "on" and not self._config.forced_moves
 
     def _find(self, iteration: int) -> Packing | None:
         measured = self._session.present_costs(iteration)

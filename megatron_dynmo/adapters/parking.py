@@ -17,6 +17,8 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.training.global_vars import get_args, get_timers
 
 from megatron_dynmo.adapters import wrapper
+from megatron_dynmo.elastic.meeting import Go
+from megatron_dynmo.errors import MigrationError
 from megatron_dynmo.leaving import LeavesTraining
 
 
@@ -43,7 +45,7 @@ def train_or_park(original: Callable[..., Any], controller: Any, *args: Any, **k
                 try:
                     return original(*call.args, **call.kwargs)
                 except LeavesTraining as leave:
-                    go = leave.wait()
+                    go = _wait(leave)
                 if go is None:
                     raise SystemExit(0)
                 # In its own world this rank is the first, which would repeat the lines of a start.
@@ -52,6 +54,15 @@ def train_or_park(original: Callable[..., Any], controller: Any, *args: Any, **k
                 _make_ready(call.arguments)
         finally:
             controller.end()
+
+
+def _wait(leave: LeavesTraining) -> Go | None:
+    try:
+        return leave.wait()
+    except RuntimeError as gone:
+        raise MigrationError(
+            f"the ranks that train cannot be heard any more ({gone}): this parked rank ends too"
+        ) from gone
 
 
 def _nowhere() -> Any:

@@ -19,7 +19,7 @@ from megatron.core import parallel_state as mpu
 from torch.distributed import distributed_c10d
 
 from megatron_dynmo.adapters.process_groups import groups_by_name, replace_groups
-from megatron_dynmo.errors import ConfigError
+from megatron_dynmo.errors import ConfigError, MigrationError
 
 # Arguments that count on the ranks of the start, or on data that every stage reads.
 _UNSUPPORTED = (
@@ -69,10 +69,25 @@ class World:
             num_stages: pipeline stages they make.
             holders: all that holds groups: model chunks, optimizer and the like.
 
+        Raises:
+            MigrationError: A rank was lost meanwhile; training cannot go on.
+
         Collective:
             All of `members`, those that were alone too.
         """
         old = groups_by_name() if self._old is None else self._old
+        try:
+            self._form(members, num_stages)
+        except RuntimeError as gone:
+            reason = (str(gone) or type(gone).__name__).splitlines()[0]
+            raise MigrationError(
+                f"the process groups of {len(members)} ranks could not be made anew ({reason}): a "
+                "rank was lost while ranks left or came back. Every rank holds its layers, but "
+                "training must not go on: restart from the last checkpoint"
+            ) from gone
+        replace_groups(holders, old, groups_by_name())
+
+    def _form(self, members: Sequence[int], num_stages: int) -> None:
         if self._old is None:
             self._close_together()
         dist.destroy_process_group()
@@ -85,7 +100,6 @@ class World:
         args.transformer_pipeline_model_parallel_size = num_stages
         assert self._form_groups is not None
         self._form_groups(dist.PrefixStore(f"dynmo/world/{self.generation}", self._store))
-        replace_groups(holders, old, groups_by_name())
 
     def be_alone(self) -> None:
         """Leave all groups. Megatron's own loop can be entered in a world of one.

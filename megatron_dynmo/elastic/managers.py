@@ -39,7 +39,7 @@ class NodeChange:
         iteration: after which the ranks left.
         ranks: that have exited, by their number at the start.
         freed_nodes: names of the nodes on which no rank is left.
-        kept_nodes: names of the nodes that go on, that of rank 0 first.
+        kept_nodes: names of the nodes that go on, in pipeline order.
     """
 
     iteration: int
