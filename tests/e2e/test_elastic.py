@@ -12,7 +12,7 @@ from megatron_dynmo.telemetry.events import read_events
 from tests.e2e.matrix import OVERLAP
 from tests.e2e.parity import EVENTS_FILE, Cell, Trace, drop_in, read_trace
 from tests.e2e.training import TINY_GPT
-from tests.ranks import run_ranks
+from tests.ranks import RanksFailed, run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -174,4 +174,26 @@ def deaf(rank, world_size, *argv):
     elasticity._ANSWER_S = 1.0
     if rank == 1:
         elasticity.Parked.wait = lambda self: None
+    drop_in(rank, world_size, *argv)
+
+
+@pytest.mark.matrix
+def test_a_rank_gone_while_packing_ends_the_run(tmp_path):
+    """No iteration is trained without it."""
+    what = cell("dies", 3, 3, "2:2", "--num-layers", "6", iterations=8)
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(
+            dying, 3, *TINY_GPT, *what.flags, "--train-iters", "8", "--lr-decay-iters", "8",
+            "--dynmo-log-dir", str(tmp_path), "--dynmo-force-pack", what.moves, timeout_s=120,
+        )  # fmt: skip
+    assert failure.value.rank == 1
+    assert sorted(read_trace(tmp_path).losses) == [1, 2]
+
+
+def dying(rank, world_size, *argv):
+    """The rank that is to be parked dies when the groups are to be made anew."""
+    from megatron_dynmo.adapters.world import World
+
+    if rank == 1:
+        World.be_alone = lambda self: os._exit(9)
     drop_in(rank, world_size, *argv)
