@@ -12,8 +12,8 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup format lint types test test-unit test-upstream test-distributed test-e2e \
-	test-matrix demo bench bench-balancers bench-trigger bench-migration bench-sparse-attention \
-	patches docs lock dist clean
+	test-matrix test-slurm demo bench bench-balancers bench-trigger bench-migration \
+	bench-sparse-attention bench-elastic patches docs lock dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -58,6 +58,9 @@ test-e2e: setup ## Real pretraining of a tiny GPT
 test-matrix: setup ## The whole parity table and other slow cells (outside CI)
 	$(BIN)/pytest -m matrix --timeout 3600
 
+test-slurm: setup ## A real SLURM with four virtual nodes: give nodes back (needs slurm-wlm and munge)
+	$(BIN)/pytest tests/slurm
+
 demo: setup ## Real text, real Megatron, a layer that moves: static against balanced
 	$(BIN)/python scripts/demo.py
 
@@ -73,7 +76,10 @@ bench-migration: setup ## What a move costs: time by phase, share of the raw tra
 bench-sparse-attention: setup ## Sparse against dense core attention, on one thread
 	$(BIN)/python scripts/bench_sparse_attention.py
 
-bench: demo bench-balancers bench-trigger bench-migration bench-sparse-attention ## All benchmarks that write benchmarks/results
+bench-elastic: setup ## Emulated ranks packed and taken back: seconds, throughput
+	$(BIN)/python scripts/bench_elastic.py
+
+bench: demo bench-balancers bench-trigger bench-migration bench-sparse-attention bench-elastic ## All benchmarks that write benchmarks/results
 
 patches: setup ## List and check the patches of Megatron
 	$(BIN)/dynmo patches list

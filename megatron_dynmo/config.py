@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.flags import auto_or_count, count, flag, gigabytes, non_negative, percent
+from megatron_dynmo.flags.elastic import ElasticFlags
 from megatron_dynmo.flags.freezing import FreezingFlags
 from megatron_dynmo.flags.group import FlagGroup
 from megatron_dynmo.flags.mixture_of_depths import MixtureOfDepthsFlags
@@ -78,13 +79,19 @@ FLAG_GROUPS: tuple[type[FlagGroup], ...] = (
     MixtureOfDepthsFlags,
     MoeFlags,
     SparseAttentionFlags,
+    ElasticFlags,
 )
 """The groups that DynMoConfig inherits, dynamics in the order in which they act on a layer."""
 
 
 @dataclass(frozen=True)
 class DynMoConfig(
-    FreezingFlags, PruningFlags, MixtureOfDepthsFlags, MoeFlags, SparseAttentionFlags
+    FreezingFlags,
+    PruningFlags,
+    MixtureOfDepthsFlags,
+    MoeFlags,
+    SparseAttentionFlags,
+    ElasticFlags,
 ):
     """All settings of megatron_dynmo; the defaults need no thought.
 

@@ -14,7 +14,10 @@ from typing import Any
 
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.consensus import Consensus
+from megatron_dynmo.cost import ModelCosts
 from megatron_dynmo.decide import Decider
+from megatron_dynmo.elastic.meeting import Go
+from megatron_dynmo.elasticity import Elasticity
 from megatron_dynmo.errors import LayoutError
 from megatron_dynmo.layout import LayerLayout
 from megatron_dynmo.migrator import Migrator, MoveRefused
@@ -39,6 +42,7 @@ class Controller:
 
     Attributes:
         dynamics: the run's `Dynamics`, made when its first layers are built; None without any.
+        form_groups: makes all process groups of the run anew, once Megatron has made them.
     """
 
     def __init__(self, config: DynMoConfig, patches: PatchSet) -> None:
@@ -46,6 +50,7 @@ class Controller:
         self._patches = patches
         self._session: _Session | None = None
         self.dynamics: Any = None
+        self.form_groups: Any = None
 
     @property
     def config(self) -> DynMoConfig:
@@ -75,13 +80,19 @@ class Controller:
             f"{__version__} {self._patches.digest()} {self._config}", "patches and settings"
         )
         run.start_dynamics()
-        self._session = _Session(self._config, run, consensus)
+        self._session = _Session(self._config, run, consensus, self.form_groups)
 
     def begin_iteration(self, iteration: int) -> None:
-        """Before a step.
+        """Before a step: let ranks leave or come back.
 
         Args:
             iteration: 1-based number of the iteration that begins.
+
+        Raises:
+            LeavesTraining: This rank was packed away.
+
+        Collective:
+            All ranks of the world, where ranks may leave.
         """
         if self._session is not None:
             self._session.begin_iteration(iteration)
@@ -115,6 +126,16 @@ class Controller:
         session.remember()
         session.report(iteration)
 
+    def come_back(self, go: Go, arrived: Callable[[], None]) -> None:
+        """A parked rank is wanted again; see `Elasticity.come_back`."""
+        assert self._session is not None and self._session.elasticity is not None
+        self._session.elasticity.come_back(go, arrived)
+
+    def end(self) -> None:
+        """Training is over, or failed on this rank."""
+        if self._session is not None and self._session.elasticity is not None:
+            self._session.elasticity.end()
+
     def forward_step(self, vp_stage: int) -> AbstractContextManager[Callable[[Any], None]]:
         """Around the forward step of a micro-batch; yields what takes the step's output."""
         if self._session is None:
@@ -131,7 +152,9 @@ class Controller:
 class _Session:
     """The parts that follow one run."""
 
-    def __init__(self, config: DynMoConfig, run: Any, consensus: Consensus) -> None:
+    def __init__(
+        self, config: DynMoConfig, run: Any, consensus: Consensus, form_groups: Any
+    ) -> None:
         topology = run.topology
         self._config = config
         self._run = run
@@ -139,32 +162,59 @@ class _Session:
         if self._can_move or config.forced_moves:
             run.check_movable(config)
         # Who forces layouts wants exactly those; what the balancer would do is still reported.
-        self._moves_by_itself = self._can_move and not config.forced_moves
+        is_forced = bool(config.forced_moves or config.forced_packs)
+        self._moves_by_itself = self._can_move and not is_forced
         self._forced = [m for m in config.forced_moves if m.iteration > run.first_iteration]
-        self._layout: LayerLayout = run.stage.layout
+        self.layout: LayerLayout = run.stage.layout
         self.observer = Observer(run, run.make_clock(), config.window)
-        self._reporter = Reporter(run, config)
+        self.reporter = Reporter(run, config)
+        self.consensus = consensus
         memory = run.device_memory_bytes
-        self._decider = Decider(
-            config, run, self._layout, None if memory is None else consensus.least(memory)
-        )
+        self._device_memory = None if memory is None else consensus.least(memory)
+        self._follow_pipeline(run.first_iteration)
         self._has_learned = False
         self._has_reformed = False
         self._latest: ProfileReport | None = None
-        self._consensus = consensus
-        transport = Transport(
-            topology.pp_group, topology.pp_global_ranks, run.device, timeout_s=run.timeout_s
-        )
-        self._migrator = Migrator(topology.pp_rank, run.stage, transport, consensus)
         self._layer_rng = run.make_layer_rng() if config.layer_rng else None
-        self._reporter.say(
+        self.reporter.say(
             f" dynmo {config.mode} | {run.num_layers} layers on {topology.pp_size} stages"
-            f" x {topology.virtual_stages} | layout {self._layout}"
+            f" x {topology.virtual_stages} | layout {self.layout}"
             + (f" | events in {config.log_dir}" if config.log_dir else "")
             + f" | rank {topology.world_size - 1} speaks"
         )
+        self.elasticity: Elasticity | None = None
+        if topology.pp_size > 1 and (config.pack != "off" or config.packs):
+            self.elasticity = Elasticity(config, run, self, form_groups, self._decider.memory_limit)
+
+    def _follow_pipeline(self, iteration: int) -> None:
+        """Decide for and move layers between the stages that there are now."""
+        run, topology = self._run, self._run.topology
+        self._decider = Decider(self._config, run, self.layout, self._device_memory, iteration)
+        transport = Transport(
+            topology.pp_group, topology.pp_global_ranks, run.device, timeout_s=run.timeout_s
+        )
+        self._migrator = Migrator(topology.pp_rank, run.stage, transport, self.consensus)
+
+    def regrouped(self, iteration: int, layout: LayerLayout) -> None:
+        """Go on with other stages.
+
+        Args:
+            iteration: last one completed.
+            layout: in force on them.
+        """
+        self.layout = layout
+        self._forced = [move for move in self._forced if move.iteration > iteration]
+        self._latest = None
+        self._follow_pipeline(iteration)
+        self.observer.attach()
+
+    def present_costs(self, iteration: int) -> tuple[ModelCosts, tuple[float, ...]] | None:
+        """See `Trigger.present_costs`."""
+        return self._decider.present_costs(iteration)
 
     def begin_iteration(self, iteration: int) -> None:
+        if self.elasticity is not None:
+            self.elasticity.act(iteration - 1)
         if self._layer_rng is not None:
             self._layer_rng.begin_iteration(iteration)
         self._run.begin_dynamics(iteration)
@@ -172,7 +222,7 @@ class _Session:
 
     def measure(self, iteration: int, losses: dict[str, Any], grad_norm: Any) -> None:
         iteration_ms = self.observer.end_iteration(iteration)
-        self._reporter.iteration(iteration, iteration_ms, losses, grad_norm)
+        self.reporter.iteration(iteration, iteration_ms, losses, grad_norm)
 
     def change(self, iteration: int, grad_norm: Any) -> bool:
         """Let the dynamics act, and tell what they changed to the log and to the trigger.
@@ -182,7 +232,7 @@ class _Session:
         """
         changes = self._run.change(iteration, grad_norm)
         for kind, what in changes.events:
-            self._reporter.dynamics(iteration, kind, what)
+            self.reporter.dynamics(iteration, kind, what)
         self._decider.announce(iteration + 1, changes.hints)
         self._has_reformed |= changes.has_reformed
         return bool(changes.hints)
@@ -201,14 +251,16 @@ class _Session:
         reports = self.observer.collect()
         if reports:
             self._latest = reports[-1][1]
-            self._reporter.profile(iteration, self._latest, self._layout)
+            self.reporter.profile(iteration, self._latest, self.layout)
         latest = self._latest
         assert latest is not None
         if self._run.topology.pp_size == 1:
             return
         self._has_learned = True
         decision = self._agreed(self._decider.decide(iteration, reports))
-        self._reporter.decision(iteration, decision, latest)
+        self.reporter.decision(iteration, decision, latest)
+        if not decision.is_move and self.elasticity is not None:
+            self.elasticity.consider(iteration, latest.iteration_ms)
         if not decision.is_move or not self._moves_by_itself:
             return
         try:
@@ -216,7 +268,7 @@ class _Session:
         except LayoutError as error:
             self._decider.refused(iteration, decision.new, str(error))
             return
-        self._move(iteration, decision.new)
+        self.move(iteration, decision.new)
 
     def remember(self) -> None:
         """Have what was learned in the next checkpoint, if that differs from the last."""
@@ -230,13 +282,13 @@ class _Session:
         All ranks decide from the same numbers, so they agree; but a rank that rounds differently
         must not start the next iteration while the others move.
         """
-        boundaries = self._consensus.of_rank_0(decision.new.boundaries)
+        boundaries = self.consensus.of_rank_0(decision.new.boundaries)
         if boundaries == decision.new.boundaries:
             return decision
-        new = self._layout.with_boundaries(boundaries)
+        new = self.layout.with_boundaries(boundaries)
         logger.warning("this rank would have chosen %s; rank 0 chose %s", decision.new, new)
-        action = "stay" if new == self._layout else "move"
-        return Decision(action, "as rank 0 decided", self._layout, new)
+        action = "stay" if new == self.layout else "move"
+        return Decision(action, "as rank 0 decided", self.layout, new)
 
     def force(self, iteration: int) -> bool:
         """Move to a layout that the user asked for, if it is time; it was checked before training.
@@ -247,35 +299,41 @@ class _Session:
         if not due:
             return False
         self._forced = self._forced[len(due) :]
-        self._move(iteration, self._run.parse_layout(due[-1].layout))
+        self.move(iteration, self._run.parse_layout(due[-1].layout))
         return True
 
     def report(self, iteration: int) -> None:
         interval = self._config.digest_interval
         if interval and iteration % interval == 0:
-            self._reporter.digest(iteration, self._run.digests())
-        self._reporter.counters(iteration, self._run.counters())
-        self._reporter.live(iteration, self._layout)
+            self.reporter.digest(iteration, self._run.digests())
+        self.reporter.counters(iteration, self._run.counters())
+        self.reporter.live(iteration, self.layout)
 
-    def _move(self, iteration: int, new: LayerLayout) -> None:
-        old = self._layout
+    def move(self, iteration: int, new: LayerLayout) -> bool:
+        """Move to a layout; False where that failed before anything changed.
+
+        Collective:
+            All ranks of the world.
+        """
+        old = self.layout
         if new == old:
-            return
+            return True
         try:
             plan = build_plan(old, new)
             report = self._run.moved(plan, self._migrator.migrate(plan))
         except MoveRefused as refusal:
-            self._reporter.warn(f" dynmo iteration {iteration:6d} | {refusal}")
+            self.reporter.warn(f" dynmo iteration {iteration:6d} | {refusal}")
             self._decider.refused(iteration, new, str(refusal))
-            return
-        self._layout = new
+            return False
+        self.layout = new
         self.observer.attach()
         self._has_reformed = False
         if self._layer_rng is not None:
             self._layer_rng.attach(self._run.model)
         self._decider.moved(iteration, new, report)
         self._has_learned = True
-        self._reporter.migration(iteration, old, new, report)
+        self.reporter.migration(iteration, old, new, report)
+        return True
 
 
 def _ignore(output: Any) -> None:

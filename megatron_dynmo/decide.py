@@ -36,6 +36,10 @@ class Decider:
         run: a `MegatronRun`, for how long training still goes on and what a stage may hold.
         layout: layout in force at the start.
         device_memory_bytes: memory of the smallest device; None where ranks share it.
+        iteration: last one completed; by default that of the start.
+
+    Attributes:
+        memory_limit: bytes that a stage may hold; None for no limit.
     """
 
     def __init__(
@@ -44,17 +48,19 @@ class Decider:
         run: Any,
         layout: LayerLayout,
         device_memory_bytes: float | None = None,
+        iteration: int | None = None,
     ) -> None:
         self._config = config
         self._run = run
         self._layout = layout
         cap = config.memory_cap_gb
-        self._memory_limit = device_memory_bytes if cap is None else cap * 1e9
+        self.memory_limit = device_memory_bytes if cap is None else cap * 1e9
         settings = dataclasses.replace(
-            TriggerSettings.from_config(config), memory_cap_bytes=self._memory_limit
+            TriggerSettings.from_config(config), memory_cap_bytes=self.memory_limit
         )
         self._trigger = self._remembering(settings)
-        self._trigger.start(layout, run.first_iteration, run.train_iters - run.first_iteration)
+        done = run.first_iteration if iteration is None else iteration
+        self._trigger.start(layout, done, run.train_iters - done)
         self._choices: list[LayoutChoice] = []
 
     def decide(self, iteration: int, reports: Sequence[tuple[int, ProfileReport]]) -> Decision:
@@ -108,6 +114,10 @@ class Decider:
         """Whether a decision is worth taking after this iteration, window full or not."""
         return self._trigger.is_due(iteration)
 
+    def present_costs(self, iteration: int) -> tuple[ModelCosts, tuple[float, ...]] | None:
+        """See `Trigger.present_costs`."""
+        return self._trigger.present_costs(iteration)
+
     def remember(self) -> None:
         """Put what decisions rest on where checkpoints take it from; not in the midst of a move."""
         self._run.memory = orjson.dumps(self._trigger.state()).decode()
@@ -127,7 +137,7 @@ class Decider:
         """The layout that the configured balancer proposes."""
         if self._config.balancer == "diffusion":
             weighed = weigh(costs, self._config.weight)
-            proposals = [_diffuse(weighed, layout, speeds, self._memory_limit)]
+            proposals = [_diffuse(weighed, layout, speeds, self.memory_limit)]
         else:
             proposals = self._partition(costs, layout, speeds)
         for new in proposals:
@@ -153,12 +163,12 @@ class Decider:
             return [
                 min_max_layout(
                     weighed, num_stages, virtual_stages=virtual_stages, stage_speeds=speeds,
-                    stage_memory_limit=self._memory_limit, min_layers=least, current=layout,
+                    stage_memory_limit=self.memory_limit, min_layers=least, current=layout,
                 )
             ]  # fmt: skip
         choice = choose_layout(
             costs, num_stages, virtual_stages=virtual_stages, stage_speeds=speeds,
-            stage_memory_limit=self._memory_limit, min_layers=least, current=layout,
+            stage_memory_limit=self.memory_limit, min_layers=least, current=layout,
             max_work=_MAX_WORK,
         )  # fmt: skip
         self._choices.append(choice)

@@ -37,15 +37,8 @@ class Observer:
     """
 
     def __init__(self, run: Any, clock: Clock, window: int) -> None:
-        topology = run.topology
         self._run = run
         self._window = window
-        self._pp_rank = topology.pp_rank
-        self._tp_group = topology.tp_group if topology.tp_size > 1 else None
-        self._shape = ProfileShape(run.num_layers, topology.pp_size, topology.virtual_stages)
-        exchanges = run.moe_layers and topology.token_exchange_size > 1
-        self._moe_group = topology.token_exchange_group if exchanges else None
-        self._moe_times = times_of(run.moe_layers, self._shape).to(run.device)
         self._profiler = LayerProfiler(clock, device=run.device)
         self._vectors: list[torch.Tensor] = []
         self._iterations: list[int] = []
@@ -53,7 +46,17 @@ class Observer:
         self.attach()
 
     def attach(self) -> None:
-        """Follow the layers this rank holds now; what was measured of the window is dropped."""
+        """Follow the layers this rank holds now, in the pipeline as it is now.
+
+        What was measured of the window is dropped.
+        """
+        topology = self._run.topology
+        self._pp_rank = topology.pp_rank
+        self._tp_group = topology.tp_group if topology.tp_size > 1 else None
+        self._shape = ProfileShape(self._run.num_layers, topology.pp_size, topology.virtual_stages)
+        exchanges = self._run.moe_layers and topology.token_exchange_size > 1
+        self._moe_group = topology.token_exchange_group if exchanges else None
+        self._moe_times = times_of(self._run.moe_layers, self._shape).to(self._run.device)
         self._profiler.attach(self._run.chunk_modules(), self._run.static_bytes)
         self._vectors.clear()
         self._iterations.clear()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,63 @@ class Reporter:
             | ({"dynmo/emulated": 1.0} if self._run.is_emulated else {}),
         )
         self._scalars.write_decision(iteration, f"{decision.action}: {decision.reason}")
+
+    def packing(
+        self,
+        iteration: int,
+        action: str,
+        reason: str,
+        old: LayerLayout,
+        new: LayerLayout,
+        iteration_ms: float,
+    ) -> None:
+        """Write and say that other stages would do, or are to do.
+
+        Args:
+            iteration: 1-based number of the iteration that ended.
+            action: `advise` or `pack`.
+            reason: one line for a person.
+            old: layout in force.
+            new: layout on the other stages.
+            iteration_ms: predicted for it.
+        """
+        self._log.write(
+            iteration,
+            events.decision_event(
+                action=action,
+                reason=reason,
+                old_layout=old.to_megatron(),
+                new_layout=new.to_megatron(),
+                predicted_iteration_ms=iteration_ms,
+            ),
+        )
+        self.say(f" dynmo iteration {iteration:6d} | {action}: {reason}")
+
+    def elastic(
+        self,
+        iteration: int,
+        event: str,
+        ranks: Sequence[int],
+        hosts: Sequence[str],
+        answer: str | None = None,
+    ) -> None:
+        """Write and say that ranks left, exited, or came back.
+
+        Args:
+            iteration: 1-based number of the iteration that ended.
+            event: pack, park, release or rejoin.
+            ranks: by their number at the start.
+            hosts: the nodes they run on.
+            answer: what the job manager said.
+        """
+        self._log.write(
+            iteration, events.elastic_event(event, ranks=ranks, hosts=hosts, answer=answer)
+        )
+        self.say(
+            f" dynmo iteration {iteration:6d} | {event}: ranks {list(ranks)}"
+            + (f" on {', '.join(hosts)}" if hosts else "")
+            + (f": {answer}" if answer else "")
+        )
 
     def live(self, iteration: int, layout: LayerLayout) -> None:
         """Print the one line of a logging interval, when something was measured since."""

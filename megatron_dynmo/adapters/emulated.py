@@ -240,6 +240,16 @@ class EmulatedDevice:
         self.clock.advance_to(gradients_there_ms)
         self.clock.advance(slowest_ms)
 
+    def meet(self) -> None:
+        """Have the time of the latest rank, also on ranks that were away.
+
+        Collective:
+            All ranks of the world.
+        """
+        latest = self._stamp(self.clock.now_ms)
+        dist.all_reduce(latest, op=dist.ReduceOp.MAX)
+        self.clock.advance_to(latest.item())
+
     def moved(
         self, plan: MigrationPlan, report: MigrationReport, chunks: Sequence[ChunkModules]
     ) -> MigrationReport:

@@ -144,6 +144,13 @@ def install_layout(layout: LayerLayout, config: Any, args: Namespace) -> None:
         setattr(args, START_LAYOUT, args.pipeline_model_parallel_layout)
     config.pipeline_model_parallel_layout = PipelineParallelLayerLayout(text, layout.num_stages)
     args.pipeline_model_parallel_layout = text
+    if config.pipeline_model_parallel_size != layout.num_stages:
+        config.pipeline_model_parallel_size = layout.num_stages
+        if config.virtual_pipeline_model_parallel_size is not None:
+            # Megatron's default; another number need not suit the new stages.
+            for owner in (config, args):
+                if hasattr(owner, "microbatch_group_size_per_vp_stage"):
+                    owner.microbatch_group_size_per_vp_stage = layout.num_stages
     for owner, fields in ((config, _SPLIT_CONFIG), (args, SPLIT_ARGUMENTS)):
         for name, neutral in fields.items():
             if hasattr(owner, name):

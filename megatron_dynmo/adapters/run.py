@@ -13,8 +13,10 @@ from megatron_dynmo.adapters import emulated, support
 from megatron_dynmo.adapters.checkpoint import MEMORY
 from megatron_dynmo.adapters.digest import digests
 from megatron_dynmo.adapters.layer_rng import LayerRng
+from megatron_dynmo.adapters.membership import Membership
 from megatron_dynmo.adapters.stage import MegatronStage
 from megatron_dynmo.adapters.topology import Topology
+from megatron_dynmo.adapters.world import require_reformable
 from megatron_dynmo.changes import Changes, announced
 from megatron_dynmo.clock import Clock, make_clock
 from megatron_dynmo.config import DynMoConfig
@@ -34,14 +36,18 @@ class MegatronRun:
         model: Megatron's `model` list.
         optimizer: Megatron's ChainedOptimizer; None when nothing is trained.
         dynamics: the run's `Dynamics`; None without any.
+        scheduler: Megatron's OptimizerParamScheduler.
     """
 
-    def __init__(self, model: Sequence[Any], optimizer: Any, dynamics: Any = None) -> None:
+    def __init__(
+        self, model: Sequence[Any], optimizer: Any, dynamics: Any = None, scheduler: Any = None
+    ) -> None:
         self.args = get_args()
         self.topology = Topology.of_this_rank()
         self.model = model
         self.optimizer = optimizer
         self.dynamics = dynamics
+        self.scheduler = scheduler
         self.stage = MegatronStage(self.topology, model, optimizer, self.args, dynamics)
 
     @property
@@ -139,6 +145,25 @@ class MegatronRun:
     def counters(self) -> dict[str, float]:
         """Numbers of the dynamics for TensorBoard and W&B."""
         return {} if self.dynamics is None else self.dynamics.counters()
+
+    def make_membership(self, form_groups: Any, *, packs: bool, by_node: bool) -> Membership:
+        """Where the ranks of this run are, and what lets them leave and come back.
+
+        Args:
+            form_groups: makes all process groups from Megatron's arguments; None where the script
+                makes them itself.
+            packs: whether ranks may leave.
+            by_node: whether only whole nodes are of use.
+
+        Raises:
+            ConfigError: Ranks are to leave a run that counts on all of them.
+
+        Collective:
+            All ranks of the world.
+        """
+        if packs:
+            form_groups = require_reformable(self.args, form_groups)
+        return Membership(self, form_groups, by_node)
 
     def check_movable(self, config: DynMoConfig) -> None:
         """Refuse a model whose layers cannot be moved, now that it is known whole.
@@ -243,6 +268,15 @@ class MegatronRun:
         """
         device = emulated.device() if self.is_emulated else None
         return report if device is None else device.moved(plan, report, self.chunk_modules())
+
+    def regrouped(self) -> None:
+        """Take note that other ranks train together now.
+
+        Collective:
+            All ranks of the world.
+        """
+        if self.is_emulated and (device := emulated.device()) is not None:
+            device.meet()
 
     def make_layer_rng(self) -> LayerRng:
         """Dropout streams by layer, attached to the model."""

@@ -112,6 +112,18 @@ class MegatronStage:
         """
         return live_layout(self._topology, self.chunks, self.config.num_layers, self.config)
 
+    def regroup(self, topology: Topology, layout: LayerLayout) -> None:
+        """Go on under a layout for another number of stages, with the layers held now.
+
+        Args:
+            topology: this rank's new place.
+            layout: in which this rank has the same layers as before.
+        """
+        self._topology = topology
+        for config in (self.config, *(chunk.block.config for chunk in self.chunks)):
+            install_layout(layout, config, self._args)
+        self.check_ownership(layout)
+
     def codec(self) -> StateCodec:
         """Reader of the optimizer's state as it is now."""
         if self._codec is None:

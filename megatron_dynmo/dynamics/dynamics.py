@@ -74,7 +74,7 @@ class Dynamics:
         self._args = args
         self._kinds: list[Dynamic] = [kind(config, args) for kind in kinds_of(config)]
         self._classes: dict[type, type] = {}
-        self._restore(getattr(args, STATE, None))
+        self.restore()
 
     def __iter__(self) -> Iterator[Dynamic]:
         """Each dynamic, in the fixed order."""
@@ -201,7 +201,13 @@ class Dynamics:
         states = {kind.kind: kind.state() for kind in self._kinds}
         setattr(self._args, STATE, orjson.dumps(states).decode())
 
-    def _restore(self, text: str | None) -> None:
+    def restore(self) -> None:
+        """Take the state over that lies in the arguments: a checkpoint's, or that of the run.
+
+        Raises:
+            ConfigError: It does not fit.
+        """
+        text = getattr(self._args, STATE, None)
         if text is None:
             return
         try:

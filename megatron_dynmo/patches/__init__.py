@@ -15,6 +15,7 @@ def all_specs() -> tuple[PatchSpec, ...]:
     from megatron_dynmo.patches import (
         buckets,
         checkpoint_fixes,
+        elastic,
         emulation,
         freezing,
         layers,
@@ -30,6 +31,7 @@ def all_specs() -> tuple[PatchSpec, ...]:
         *freezing.specs(),
         *buckets.specs(),
         *numerics.specs(),
+        *elastic.specs(),
         *checkpoint_fixes.specs(),
         *emulation.specs(),
         *cpu_specs(),
@@ -46,6 +48,7 @@ def specs_for(config: DynMoConfig, *, on_cpu: bool) -> tuple[PatchSpec, ...]:
     from megatron_dynmo.patches import (
         buckets,
         checkpoint_fixes,
+        elastic,
         freezing,
         layers,
         numerics,
@@ -65,6 +68,8 @@ def specs_for(config: DynMoConfig, *, on_cpu: bool) -> tuple[PatchSpec, ...]:
     # that does.
     if config.mode == "balance" or config.dynamics:
         chosen += buckets.specs() + numerics.specs()
+    if config.packs:
+        chosen += elastic.specs()
     if config.mode != "off" or on_cpu:
         chosen += checkpoint_fixes.specs()
     if config.emulate is not None:

@@ -51,7 +51,7 @@ def _joined(original: Callable[..., Any]) -> Callable[..., Any]:
             from megatron_dynmo.adapters.run import MegatronRun
 
             try:
-                run = MegatronRun(model, optimizer, active.dynamics)
+                run = MegatronRun(model, optimizer, active.dynamics, scheduler)
             except ConfigError as error:
                 if active.must_move or active.dynamics is not None:
                     raise
@@ -64,7 +64,7 @@ def _joined(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _between_iterations(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `train_step`: measure around it, act after it."""
+    """Wrap `train_step`: measure around it, act before and after it."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)

@@ -182,9 +182,12 @@ class Appraiser:
 
     def _best(self, times: Array) -> LayerLayout:
         """What the balancer proposes for these times."""
-        base = times * self.speeds.base_factors(self.present_layout())
-        costs = self.history.model_costs(base)
+        costs = self.base_costs(times)
         return self._choose(costs, self.present_layout(), self.speeds.speeds)
+
+    def base_costs(self, times: Array) -> ModelCosts:
+        """Costs on a healthy rank of layers that take these times where they are now."""
+        return self.history.model_costs(times * self.speeds.base_factors(self.present_layout()))
 
     def _exact(self, gain: Gain) -> Gain:
         """Replace the first look at a gain that counts by the prediction from the schedule."""

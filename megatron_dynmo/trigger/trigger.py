@@ -253,6 +253,20 @@ class Trigger:
             return f"{proposal.gain.new} failed before; not again until iteration {until}"
         return against
 
+    def present_costs(self, iteration: int) -> tuple[ModelCosts, tuple[float, ...]] | None:
+        """What the last window shows: costs on a healthy rank and the relative speed of each rank.
+
+        Args:
+            iteration: last one completed, 1-based.
+
+        Returns:
+            None until a whole window was measured under the layout and the ranks of now.
+        """
+        if self._app.history.num_in_segment < self._settings.window:
+            return None
+        present = self._app.look(iteration, 0)
+        return self._app.base_costs(median(present.window.times)), self._app.speeds.speeds
+
     # ---------------------------------------------------------------- hindsight
 
     def _verify(self, present: Present) -> Decision | None:

@@ -1,0 +1,1 @@
+"""Going on with fewer pipeline stages, and taking them back. Pure but for the job managers."""
