@@ -143,7 +143,12 @@ def find_packing(
         best = found
     if best is None or (set(best.stages) - set(active) and set(active) - set(best.stages)):
         return None  # the latter would be an exchange of stages
-    return search.confirmed(best, len(best.stages) < len(active))
+    is_fewer = len(best.stages) < len(active)
+    plan = search.confirmed(best, is_fewer)
+    if plan is None or is_fewer or plan.slowdown_pct <= settings.max_slowdown_pct:
+        return plan
+    # The schedule itself takes longer than the estimate that found these: all come back.
+    return search.confirmed(search.everything, is_fewer=False)
 
 
 class _Search:
@@ -163,7 +168,8 @@ class _Search:
         everything = tuple(range(stage_map.num_stages))
         self._whole = self._min_max(everything)
         self._all_ms = self._estimate_ms(self._whole, everything)
-        self._known[everything] = Packing(everything, self._whole, self._all_ms, 0.0)
+        self.everything = Packing(everything, self._whole, self._all_ms, 0.0)
+        self._known[everything] = self.everything
 
     def step(self, active: tuple[int, ...]) -> Packing | None:
         """What to do next from these stages; None when they are right."""

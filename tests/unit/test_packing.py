@@ -100,6 +100,13 @@ def test_few_microbatches_are_faster_on_fewer_stages():
     assert found.stages == (0, 3) and found.slowdown_pct <= 0
 
 
+def test_all_come_back_where_the_schedule_is_slower_than_the_estimate_of_some():
+    costs = costs_of([0.0, 1.5, 1.5, 1.0, 0.3], num_microbatches=5)
+    found = find_packing(costs, LayerLayout.nearly_even(5, 2), [0, 3], one_node_each(4),
+                         PackingSettings(max_slowdown_pct=0.0))  # fmt: skip
+    assert found.stages == (0, 1, 2, 3) and found.slowdown_pct == 0
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     times=st.lists(st.sampled_from([0.0, 0.01, 0.3, 1.0, 1.5, 4.0]), min_size=4, max_size=12),
