@@ -109,22 +109,19 @@ def test_all_tokens_without_weights_are_the_plain_model_bit_for_bit():
     assert plain["parameters"] == routed["parameters"] and plain["moments"] == routed["moments"]
 
 
-@pytest.mark.parametrize("flags", [(), ("--sequence-parallel",)], ids=["", "sequence-parallel"])
-def test_tensor_parallel_ranks_choose_alike_and_train_the_router_as_one_rank_does(flags):
-    # Gated widths start from other weights under tensor parallelism, so no SwiGLU here.
-    words = (*MOD, "--normalization", "RMSNorm", "--position-embedding-type", "rope")
-    # The padded vocabulary too decides where random numbers for the other weights begin.
-    one_rank, two_ranks = (("--make-vocab-size-divisible-by", str(128 // n)) for n in (1, 2))
-    (one,) = run_ranks(train_ours, 1, see_layers, None, *words, *one_rank)
-    two = run_ranks(
-        *(train_ours, 2, see_layers, None, *words, *two_ranks, *flags),
-        *("--tensor-model-parallel-size", "2"),
+def test_tensor_parallel_ranks_choose_alike_with_whole_sequences_and_with_parts():
+    words = (*MOD, *LLAMA, "--micro-batch-size", "2", "--tensor-model-parallel-size", "2")
+    whole, parts = (
+        run_ranks(train_ours, 2, see_layers, None, *words, *flags)
+        for flags in ((), ("--sequence-parallel",))
     )
-    for first, second in zip(two[0]["watched"], two[1]["watched"], strict=True):
-        assert first["router"] == second["router"] and first["gradients"] == second["gradients"]
-    wanted = one["watched"][0]["gradients"]
-    assert two[0]["watched"][0]["gradients"] == pytest.approx(wanted, rel=1e-3)
-    losses = [[float.fromhex(s["lm loss"]) for s in r["losses"]] for r in (one, two[0])]
+    for one, other in (whole, parts):
+        for step, same in zip(one["watched"], other["watched"], strict=True):
+            assert step["router"] == same["router"] and step["gradients"] == same["gradients"]
+    # A rank with a part of each sequence has a part of the gradient.
+    wanted = whole[0]["watched"][0]["gradients"]
+    assert parts[0]["watched"][0]["gradients"] == pytest.approx(wanted, rel=1e-3)
+    losses = [[float.fromhex(s["lm loss"]) for s in r[0]["losses"]] for r in (whole, parts)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
