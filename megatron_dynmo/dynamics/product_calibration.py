@@ -27,6 +27,8 @@ _REPEATS = 5
 # A gain smaller than the noise of the measurement is none.
 _FASTER = 0.95
 
+_Run = Callable[[bool], torch.Tensor]
+
 
 class Crossover(NamedTuple):
     """For each product the highest density at which it is faster sparse; 0 where it never is."""
@@ -86,11 +88,12 @@ def crossover(
     return Crossover(*best)
 
 
-def _runs(pattern: Pattern, values: torch.Tensor, tokens: int) -> list[Callable[[bool], object]]:
+def _runs(pattern: Pattern, values: torch.Tensor, tokens: int) -> list[_Run]:
     """The three products, each to be run sparse (True) or dense."""
     rows, columns = pattern.shape
-    x = values.new_ones(tokens, columns)
-    dy = values.new_ones(tokens, rows)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(tokens, columns, generator=generator).to(values)
+    dy = torch.randn(tokens, rows, generator=generator).to(values)
     dense = pattern.dense(values)
 
     def own(is_sparse: bool) -> torch.Tensor:
@@ -105,22 +108,29 @@ def _runs(pattern: Pattern, values: torch.Tensor, tokens: int) -> list[Callable[
     ]
 
 
-def _is_faster(run: Callable[[bool], object], device: torch.device) -> bool:
-    """Whether the sparse way is, by the least of a few times each; False where there is none."""
+def _is_faster(run: _Run, device: torch.device) -> bool:
+    """Whether the sparse way is, by the least of a few times each.
+
+    False where there is none, and where it rounds otherwise from one time to the next: a run could
+    not be repeated then, nor compared with the same run under another layout.
+    """
     try:
-        run(True)  # works out the pattern, which training does once
+        first = run(True)  # works out the pattern, which training does once
     except (RuntimeError, NotImplementedError):
         return False
     times: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(_REPEATS):
         for is_sparse in (False, True):
-            times[is_sparse].append(_seconds(run, is_sparse, device))
+            seconds, result = _timed(run, is_sparse, device)
+            times[is_sparse].append(seconds)
+            if is_sparse and not torch.equal(result, first):
+                return False
     return min(times[True]) < _FASTER * min(times[False])
 
 
-def _seconds(run: Callable[[bool], object], is_sparse: bool, device: torch.device) -> float:
+def _timed(run: _Run, is_sparse: bool, device: torch.device) -> tuple[float, torch.Tensor]:
     started = time.perf_counter()
-    run(is_sparse)
+    result = run(is_sparse)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - started
+    return time.perf_counter() - started, result

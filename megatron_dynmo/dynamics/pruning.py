@@ -45,6 +45,12 @@ class Pruning(Dynamic):
     def refusals(cls, config: DynMoConfig, args: Namespace) -> list[str]:
         """See `Dynamic.refusals`."""
         refused = common_refusals(args)
+        steps = (config.prune_begin, config.prune_end, config.prune_every)
+        if not args.train_iters and None in steps:
+            refused.append(
+                "without --train-iters there is no default for when to prune; give "
+                "--dynmo-prune-begin, --dynmo-prune-end and --dynmo-prune-every"
+            )
         if "freezing" in config.dynamics:
             refused.append(
                 "freezing compares layers with what they were, which pruning makes smaller; use "

@@ -22,7 +22,8 @@ from megatron_dynmo.dynamics.threshold import Piece, smallest
 from megatron_dynmo.errors import ConfigError
 
 _COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
-_FIXED = {"dense": Crossover(), "sparse": Crossover(1.0, 1.0, 1.0)}
+_SPARSE = Crossover(1.0, 1.0, 1.0)
+_FIXED = {"dense": Crossover(), "sparse": _SPARSE}
 
 
 class MagnitudePruning:
@@ -41,10 +42,9 @@ class MagnitudePruning:
             [self._sizes.num_weights(name) // self._tp_size] * self._tp_size for name in MATRICES
         ]
         self._left = torch.tensor([whole] * self.num_layers)  # [layers, matrices, tp]
-        fixed = _FIXED.get(config.prune_compute)
-        self._crossovers = None if fixed is None else {name: fixed for name in MATRICES}
+        self._fixed = _FIXED.get(config.prune_compute)
+        self._measured: dict[str, Crossover] | None = None
         self._age = Age()
-        self._needs_sparse = config.prune_compute == "sparse"
 
     @property
     def _total(self) -> int:
@@ -105,12 +105,12 @@ class MagnitudePruning:
         Collective:
             All ranks of the world, the first time.
         """
-        if self._needs_sparse and not is_supported(dtype, device):
+        if self._fixed == _SPARSE and not is_supported(dtype, device):
             raise ConfigError(
                 f"torch has no sparse products of {dtype} on {device.type}; use "
                 "--dynmo-prune-compute auto or dense"
             )
-        if self._crossovers is not None:
+        if self._fixed is not None or self._measured is not None:
             return
         found = torch.zeros(len(MATRICES), 3, dtype=torch.float64, device=device)
         if dist.get_rank() == 0:
@@ -119,12 +119,14 @@ class MagnitudePruning:
                 limits = crossover(rows, columns, self._tokens, dtype, device)
                 found[at] = torch.tensor(limits, dtype=torch.float64)
         dist.broadcast(found, 0)
-        self._crossovers = {
+        self._measured = {
             name: Crossover(*row) for name, row in zip(MATRICES, found.tolist(), strict=True)
         }
 
     def _crossover(self, at: int) -> Crossover:
-        return Crossover() if self._crossovers is None else self._crossovers[MATRICES[at]]
+        if self._fixed is not None:
+            return self._fixed
+        return Crossover() if self._measured is None else self._measured[MATRICES[at]]
 
     def _local_shape(self, name: str) -> tuple[int, int]:
         rows, columns = self._sizes.shape(name)
@@ -207,13 +209,11 @@ class MagnitudePruning:
 
     def state(self) -> dict[str, Any]:
         """See `PruningMethod.state`."""
-        crossovers = self._crossovers
+        measured = self._measured
         return {
             "tp_size": self._tp_size,
             "left": self._left.tolist(),
-            "crossovers": None
-            if crossovers is None
-            else {name: list(one) for name, one in crossovers.items()},
+            "measured": measured and {name: list(one) for name, one in measured.items()},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -228,8 +228,8 @@ class MagnitudePruning:
         if left.shape != self._left.shape or left.dtype != torch.int64:
             raise ValueError(f"counts of shape {list(left.shape)}, not {list(self._left.shape)}")
         self._left = left
-        if state["crossovers"] is not None and self._crossovers is None:
-            self._crossovers = {name: Crossover(*state["crossovers"][name]) for name in MATRICES}
+        if state["measured"] is not None:
+            self._measured = {name: Crossover(*state["measured"][name]) for name in MATRICES}
 
 
 def _linears(layer: Any) -> Iterator[Any]:

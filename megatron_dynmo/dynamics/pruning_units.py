@@ -108,9 +108,12 @@ class UnitPruning:
 
     def prune(self, run: Any, amount: int) -> list[Replacement]:
         """See `PruningMethod.prune`."""
-        layers = {number: self._kind.of(layer) for number, layer in run.stage.layers().items()}
-        orders = {number: self._order(units) for number, units in layers.items()}
-        pieces = {n: self._piece(n, units, orders[n]) for n, units in sorted(layers.items())}
+        layers = {n: self._kind.of(layer) for n, layer in sorted(run.stage.layers().items())}
+        orders: dict[int, torch.Tensor] = {}
+        pieces: dict[int, Piece] = {}
+        for number, units in layers.items():
+            orders[number], scores = self._order(units)
+            pieces[number] = self._piece(number, scores, units.first.tp_group)
         bound = smallest(
             list(pieces.values()),
             amount,
@@ -131,25 +134,31 @@ class UnitPruning:
         self._slices = [left - gone for left, gone in zip(self._slices, lost.tolist(), strict=True)]
         return replaced
 
-    def _order(self, units: LayerUnits) -> torch.Tensor:
-        """Positions of this rank's units by ascending score; int64 `[blocks here, n]`."""
-        scores = self._scores(units)
+    def _order(self, units: LayerUnits) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put this rank's units in order, block by block.
+
+        Returns:
+            Their positions by ascending score, int64, and the scores so ordered, rounded to
+            float32 so that no last bit of a norm decides; both `[blocks here, n]`.
+        """
+        scores = units.scores().to(torch.float32).view(self._grid.blocks // self._tp_size, -1)
+        ordered, places = scores.sort(dim=1, stable=True)
         first = torch.arange(len(scores), device=scores.device)[:, None] * scores.shape[1]
-        return first + scores.sort(dim=1, stable=True).indices
+        return first + places, ordered
 
-    def _scores(self, units: LayerUnits) -> torch.Tensor:
-        """Scores of this rank's units by block, rounded so that no last bit of a norm decides."""
-        return units.scores().to(torch.float32).view(self._grid.blocks // self._tp_size, -1)
+    def _piece(self, number: int, scores: torch.Tensor, tp_group: dist.ProcessGroup) -> Piece:
+        """The slices of a layer that may go.
 
-    def _piece(self, number: int, units: LayerUnits, order: torch.Tensor) -> Piece:
-        """The slices of a layer that may go, over all tensor-parallel ranks.
+        Args:
+            number: of the layer.
+            scores: of this rank's units, as `_order` returns them.
+            tp_group: ranks that hold the layer's other blocks.
 
         Collective:
             The tensor-parallel group.
         """
-        mine = self._scores(units).flatten()[order].contiguous()
-        parts = [torch.empty_like(mine) for _ in range(self._tp_size)]
-        dist.all_gather(parts, mine, group=units.first.tp_group)
+        parts = [torch.empty_like(scores) for _ in range(self._tp_size)]
+        dist.all_gather(parts, scores.contiguous(), group=tp_group)
         by_place = torch.cat(parts).to(torch.float64).sum(0)
         slices = by_place.view(-1, self._grid.width).sum(1).to(torch.float32)
         first = (number - 1) * self._grid.slices

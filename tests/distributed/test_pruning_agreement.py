@@ -49,7 +49,7 @@ def prune(rank, world_size, tp_size, kind, gated):
         return what_is_left(layers, gated), method.state()
 
 
-def build_layers(tp_size, gated):
+def build_layers(tp_size, gated, sequence_parallel=False):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import build_module
@@ -62,6 +62,7 @@ def build_layers(tp_size, gated):
         num_attention_heads=HEADS,
         tensor_model_parallel_size=tp_size,
         gated_linear_unit=gated,
+        sequence_parallel=sequence_parallel,
         use_cpu_initialization=True,
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()
