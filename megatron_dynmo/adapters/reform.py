@@ -7,7 +7,7 @@ bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -89,6 +89,7 @@ def reform(stage: MegatronStage, change: Callable[[], Replaced | None]) -> Refor
     states = {param: codec.capture(param) for params in before for param in params}
     sharded = {param for param in states if codec.is_sharded(param)}
     stage._codec = None
+    del codec  # it holds what is to be released
     release_parameters(stage._optimizer)
 
     replaced = dict(change() or {})
@@ -96,8 +97,8 @@ def reform(stage: MegatronStage, change: Callable[[], Replaced | None]) -> Refor
     kept = [
         _Kept(param, *replaced.get(param, (param, None))) for params in after for param in params
     ]
-    goes_on = {one.source for one in kept}
-    gone = [param for param in states if param not in {one.param for one in kept}]
+    trained, goes_on = {one.param for one in kept}, {one.source for one in kept}
+    gone = [param for param in states if param not in trained]
     released = sum(_training_bytes(p, states[p]) for p in gone if p not in goes_on)
     for param in gone:
         if param not in goes_on:
@@ -105,7 +106,7 @@ def reform(stage: MegatronStage, change: Callable[[], Replaced | None]) -> Refor
     for new, (source, _) in replaced.items():
         _inherit(new, source)
     for index, chunk in enumerate(chunks):
-        if _is_same(before[index], after[index]):
+        if list(map(id, before[index])) == list(map(id, after[index])):
             wrapper.resume_hooks([chunk.ddp], [hooks_on[index]])
             continue
         for layer in chunk.layers:
@@ -118,45 +119,52 @@ def reform(stage: MegatronStage, change: Callable[[], Replaced | None]) -> Refor
         )
     for param in gone:
         _let_go(param)
-    staying = [one for one in kept if one.source in states]
-    masters = [
-        (one.param, state)
-        for one in staying
-        if one.convert is None and (state := states[one.source]) is not None
-    ]
-    rebuild_optimizer(stage._optimizer, model, stage._args, KeptMasters(masters))
-    del masters
 
-    codec = stage.codec()
+    staying = [one for one in kept if one.source in states]
+    unchanged = [(one.param, states[one.source]) for one in staying if one.convert is None]
+    masters = KeptMasters((param, state) for param, state in unchanged if state is not None)
+    rebuild_optimizer(stage._optimizer, model, stage._args, masters)
+    del unchanged, masters
     begun = [one.param for one in kept if one.source not in states]
     for param in begun:
-        codec.begin(param)
-    together = _put_together([one for one in staying if one.source in sharded], states, codec)
-    for one in staying:
-        state = states[one.source]
-        if one in together:
-            state = _cut_anew(one, state, codec)
-        elif one.convert is not None and state is not None:
-            state = _converted(one, state)
-        states[one.source] = None
-        if state is not None:
-            codec.install(one.param, state)
-    made = sum(_training_bytes(param, codec.capture(param)) for param in begun)
+        stage.codec().begin(param)
+    _restore(staying, states, sharded, stage.codec())
+    made = sum(_training_bytes(param, stage.codec().capture(param)) for param in begun)
     stage.num_reforms += 1
     torch.cuda.empty_cache()
     return Reformed(released, made)
 
 
+def _restore(
+    staying: Sequence[_Kept],
+    states: dict[Parameter, ParamState | None],
+    sharded: Container[Parameter],
+    codec: StateCodec,
+) -> None:
+    """Give every parameter that goes on from an earlier one its state.
+
+    Args:
+        staying: in an order that all data-parallel ranks share.
+        states: what this rank had; emptied as it is put back.
+        sharded: the parameters that were in shards.
+        codec: of the rebuilt optimizer.
+
+    Collective:
+        All ranks of the data-parallel groups of sharded parameters.
+    """
+    together = _put_together([one for one in staying if one.source in sharded], states, codec)
+    for one in staying:
+        state, states[one.source] = states[one.source], None
+        if one in together:
+            state = _cut_anew(one, state, codec)
+        elif one.convert is not None and state is not None:
+            state = _converted(one, state)
+        if state is not None:
+            codec.install(one.param, state)
+
+
 def _trained(module: torch.nn.Module) -> list[Parameter]:
     return [p for p in module.parameters() if p.requires_grad]
-
-
-def _is_same(before: list[Parameter], after: list[Parameter]) -> bool:
-    return len(before) == len(after) and all(map(_is, before, after))
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 def _inherit(new: Parameter, old: Parameter) -> None:

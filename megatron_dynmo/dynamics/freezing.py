@@ -245,6 +245,7 @@ class Freezing(Dynamic):
             self._steps = state["steps"]
             self._begun = {int(unit): float(steps) for unit, steps in state["begun"].items()}
             self._rule.restore(state["rule_state"])
+            self._look_at_front()
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, ConfigError):
                 raise
