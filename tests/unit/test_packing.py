@@ -104,7 +104,7 @@ def test_all_come_back_where_the_schedule_is_slower_than_the_estimate_of_some():
     costs = costs_of([0.0, 1.5, 1.5, 1.0, 0.3], num_microbatches=5)
     found = find_packing(costs, LayerLayout.nearly_even(5, 2), [0, 3], one_node_each(4),
                          PackingSettings(max_slowdown_pct=0.0))  # fmt: skip
-    assert found.stages == (0, 1, 2, 3) and found.slowdown_pct == 0
+    assert found.stages == (0, 1, 2, 3) and found.slowdown_pct <= 0
 
 
 @settings(max_examples=60, deadline=None)
