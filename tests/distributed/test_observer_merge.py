@@ -32,7 +32,7 @@ def merged_forwards(rank, world_size, moe_layers):
     observer.add(7, stage(layers, [chunk(0)]))
     ((iteration, report),) = observer.collect()
     assert iteration == 7
-    return [(cost.forward_ms, cost.static_bytes) for cost in report.costs.layers]
+    return [(cost.forward_ms, cost.memory_bytes) for cost in report.costs.layers]
 
 
 def test_waiting_in_moe_layers_is_left_out_and_dense_layers_count_by_the_slowest():
