@@ -109,8 +109,10 @@ class Dynamics:
 
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 super().__init__(*args, **kwargs)
-                for kind in dynamics:
+                # The innermost first: an outer kind (freezing) sees what the others have added.
+                for kind in reversed(dynamics._kinds):
                     kind.shape(self)
+                dynamics.tell_checkpoints(self.config)
 
             def forward(self, *args: Any, **kwargs: Any) -> Any:
                 return dynamics.forward(self, super().forward, *args, **kwargs)
@@ -119,6 +121,10 @@ class Dynamics:
         Layer.__qualname__ = base.__qualname__
         Layer.__module__ = base.__module__
         return Layer
+
+    def tell_checkpoints(self, config: Any) -> None:
+        """Have a block of layers saved layer by layer if a dynamic makes them unlike."""
+        config.hetereogenous_dist_checkpoint = any(kind.has_unlike_layers for kind in self._kinds)
 
     def forward(self, layer: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer through all dynamics, the first kind outermost."""
@@ -160,6 +166,9 @@ class Dynamics:
             what = kind.after_step(step)
             if what is not None:
                 changes.append(Change(kind.kind, dict(what)))
+        if changes:
+            for chunk in step.run.stage.chunks:
+                self.tell_checkpoints(chunk.block.config)
         self.remember()
         return changes
 

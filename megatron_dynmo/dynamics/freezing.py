@@ -107,15 +107,15 @@ class Freezing(Dynamic):
         is_frozen = self._is_frozen(layer.layer_number)
         _switch(layer, is_frozen)
         self._rule.shape(layer, is_frozen)
-        self._tell_checkpoints(layer.config)
 
     def shape_embedding(self, embedding: Any) -> None:
         """See `Dynamic.shape_embedding`."""
         _switch(embedding, self._is_frozen(_EMBEDDING))
 
-    def _tell_checkpoints(self, config: Any) -> None:
-        """Have layers saved one by one, not stacked, as long as some save less than others."""
-        config.hetereogenous_dist_checkpoint = self._num_frozen > 0 or self._rule.adds_to_layers
+    @property
+    def has_unlike_layers(self) -> bool:
+        """See `Dynamic.has_unlike_layers`: some layers save less than others."""
+        return self._num_frozen > 0 or self._rule.adds_to_layers
 
     def forward(self, layer: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `Dynamic.forward`."""
@@ -182,8 +182,6 @@ class Freezing(Dynamic):
                 self._rule.shape(layer, self._is_frozen(number))
 
         done = stage.reform(change)
-        for chunk in stage.chunks:
-            self._tell_checkpoints(chunk.block.config)
         self._rule.changed(step, wanted)
         for unit in range(run.num_layers + 1):
             if self._is_frozen(unit):

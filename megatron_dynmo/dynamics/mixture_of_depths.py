@@ -127,9 +127,6 @@ class MixtureOfDepths(Dynamic):
 
     def shape(self, layer: Any) -> None:
         """Give a layer its router; the same weights on every rank and under every layout."""
-        if self.config.mod_every > 1:
-            # Otherwise a checkpoint stores equal tensors of all layers as one.
-            layer.config.hetereogenous_dist_checkpoint = True
         if layer.is_mtp_layer or not self.is_routed(layer.layer_number):
             return
         hidden_size = layer.config.hidden_size
@@ -144,6 +141,11 @@ class MixtureOfDepths(Dynamic):
             for parameter in head.parameters():
                 # Each rank then sees other tokens, and Megatron adds the gradients up.
                 parameter.sequence_parallel = layer.config.sequence_parallel  # type: ignore[attr-defined]
+
+    @property
+    def has_unlike_layers(self) -> bool:
+        """See `Dynamic.has_unlike_layers`: some have a router."""
+        return self.config.mod_every > 1
 
     def forward(self, layer: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer on the chosen tokens."""

@@ -107,6 +107,15 @@ class Dynamic:
         """
         return inner(*args, **kwargs)
 
+    @property
+    def has_unlike_layers(self) -> bool:
+        """Whether layers now hold or save other tensors than each other.
+
+        Checkpoints then store layer by layer instead of equal tensors of all layers as one. The
+        same on all ranks.
+        """
+        return False
+
     def begin_iteration(self, iteration: int) -> None:
         """Get ready for a step.
 

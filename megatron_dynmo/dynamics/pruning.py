@@ -63,8 +63,11 @@ class Pruning(Dynamic):
     def shape(self, layer: Any) -> None:
         """See `Dynamic.shape`."""
         self._method.shape(layer)
-        if self._is_pruned:
-            _store_layers_apart(layer.config)
+
+    @property
+    def has_unlike_layers(self) -> bool:
+        """See `Dynamic.has_unlike_layers`: all would have to be of one size."""
+        return self._is_pruned
 
     def begin_iteration(self, iteration: int) -> None:
         """See `Dynamic.begin_iteration`."""
@@ -83,8 +86,6 @@ class Pruning(Dynamic):
             return {one.new: (one.old, one.cut) for one in replaced}
 
         step.run.stage.reform(change)
-        for chunk in step.run.stage.chunks:
-            _store_layers_apart(chunk.block.config)
         return {
             "method": self.config.prune,
             "sparsity": self._sparsity,
@@ -157,11 +158,6 @@ def _head_refusals(config: DynMoConfig, args: Namespace) -> list[str]:
     if getattr(args, "attention_output_gate", False):
         refused.append("--attention-output-gate has rows for each head; leave it out")
     return refused
-
-
-def _store_layers_apart(config: Any) -> None:
-    """Have checkpoints store layer by layer: stacked, all would have to be of one size."""
-    config.hetereogenous_dist_checkpoint = True
 
 
 DYNAMIC = Pruning
