@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 # Attribute of a parameter that this module froze: what the user froze is never thawed.
 _FROZEN = "dynmo_frozen"
 _ROUTER_STANDS = "frozen_expert_bias"  # Megatron's own switch, an attribute of a router
-_EMBEDDING = 0  # where layers are counted from 1
+_EMBEDDING, _END = 0, -1  # where layers are counted from 1
 # A layer's backward is one product for the input gradient and one for the weight gradient.
 _INPUT_GRADIENT = 0.5
 
@@ -95,10 +95,10 @@ class Freezing(Dynamic):
         return self.config.freeze_embedding == "auto" and not self._has_tied_embedding
 
     def _is_frozen(self, unit: int) -> bool:
-        """Whether a layer, or with 0 the embedding, is frozen."""
+        """Whether a layer, or with 0 the embedding, is frozen; what is at the end never is."""
         if unit == _EMBEDDING:
             return self._num_frozen > 0 and self._freezes_embedding
-        return unit <= self._num_frozen
+        return 0 < unit <= self._num_frozen
 
     # ---------------------------------------------------------------- building and running layers
 
@@ -259,12 +259,12 @@ DYNAMIC = Freezing
 def _units(stage: Any) -> Iterable[tuple[int, list[torch.nn.Parameter]]]:
     """Every parameter of this rank by unit: layers by number, the embedding as 0.
 
-    What is neither, the final norm and the output layer, is never frozen and comes as -1.
+    What is neither, the final norm and the output layer, is never frozen and comes as _END.
     """
     for number, layer in stage.layers().items():
         yield number, list(layer.parameters())
     rest = dict(stage.parameters_outside_layers())
-    for unit in (_EMBEDDING, -1):
+    for unit in (_EMBEDDING, _END):
         found = [
             param
             for name, param in rest.items()

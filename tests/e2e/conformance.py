@@ -35,14 +35,18 @@ FREEZING = (
     ),
     Case(
         "autofreeze, tied embedding",
-        ("--dynmo-freeze", "autofreeze", "--dynmo-freeze-interval", "2"),
+        (
+            *("--dynmo-freeze", "autofreeze", "--dynmo-freeze-interval", "2"),
+            *("--dynmo-freeze-percentile", "1"),
+        ),
         in_ci=False,
     ),
     Case(
         "egeria",
         (
             *(UNTIED, "--dynmo-freeze", "egeria", "--dynmo-freeze-interval", "1"),
-            *("--dynmo-freeze-window", "2", "--dynmo-freeze-thaw-ratio", "0.5"),
+            *("--dynmo-freeze-window", "2", "--dynmo-freeze-tolerance", "1"),
+            *("--dynmo-freeze-thaw-ratio", "0.5"),
         ),
         in_ci=False,
     ),

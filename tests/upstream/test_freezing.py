@@ -177,3 +177,12 @@ def test_only_what_was_frozen_here_is_thawed():
     for is_frozen in (True, False):
         _switch_parameters([ours, users], is_frozen)
         assert ours.requires_grad == (not is_frozen) and not users.requires_grad
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_final_norm_and_the_output_layer_stay_and_the_embedding_where_it_is_shared(is_tied):
+    dynamic = freezing(untie_embeddings_and_output_weights=not is_tied)
+    for num_frozen in (0, 1, 4):
+        dynamic._num_frozen = num_frozen
+        found = [dynamic._is_frozen(unit) for unit in (-1, 0, 1, 4)]
+        assert found == [False, not is_tied and num_frozen > 0, num_frozen > 0, num_frozen > 3]
