@@ -238,7 +238,12 @@ class Elasticity:
             self._pack(iteration, change)
         else:
             self._take_back(iteration, change)
-        self._cost_ms = self._session.consensus.slowest((time.perf_counter() - started) * 1e3)
+        self._learn_cost((time.perf_counter() - started) * 1e3)
+
+    def _learn_cost(self, duration_ms: float) -> None:
+        """What a change took on the slowest rank; real time says nothing where time is virtual."""
+        if not self._run.is_emulated:
+            self._cost_ms = self._session.consensus.slowest(duration_ms)
 
     def _pack(self, iteration: int, change: _Change) -> None:
         """Hand over layers and state, then go on without the others."""
@@ -336,7 +341,7 @@ class Elasticity:
             for name in ("layout", "target")
         )
         self._widen(iteration, _Change(stages, target), full)
-        self._cost_ms = self._session.consensus.slowest(0.0)
+        self._learn_cost(0.0)
 
     def _widen(self, iteration: int, change: _Change, full: LayerLayout) -> None:
         self._members.regroup(change.stages, full)

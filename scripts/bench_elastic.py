@@ -47,7 +47,7 @@ class Case:
     @property
     def document(self) -> dict[str, Any]:
         """The emulation file."""
-        frozen = {"kind": "step", "from": {"1": 1.0, str(COLLAPSE): 0.01, str(GROWTH): 1.0}}
+        frozen = {"kind": "step", "from": {"1": 1.0, str(COLLAPSE): 0.001, str(GROWTH): 1.0}}
         heavy = range(self.num_layers - self.num_heavy + 1, self.num_layers + 1)
         return {
             "num_layers": self.num_layers,

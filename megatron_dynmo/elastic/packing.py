@@ -132,6 +132,8 @@ def find_packing(
         BalanceError: No layout fits into memory even on all stages.
         ConfigError: The micro-batches do not suit the schedule on all stages.
     """
+    if not stage_map.units():
+        return None
     speeds = tuple(stage_speeds or (1.0,) * stage_map.num_stages)
     search = _Search(costs, layout, stage_map, settings, speeds)
     best = None

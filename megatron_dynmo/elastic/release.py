@@ -14,7 +14,7 @@ from megatron_dynmo.elastic.meeting import Host
 
 logger = logging.getLogger(__name__)
 
-_SETTLE_S = 1.0  # between a rank's last word and the end of its process
+_SETTLE_S = 4.0  # between a rank's last word and the end of its process
 _END_S = 10.0  # that the end of training waits for a manager
 
 

@@ -4,10 +4,13 @@ import pytest
 
 from tests.e2e.emulation import MESSAGE_BYTES, of_kind, run_emulated
 
-FROZEN = {"kind": "step", "from": {"1": 1.0, "8": 0.01, "45": 1.0}}
+FROZEN = {"kind": "step", "from": {"1": 1.0, "8": 0.001, "45": 1.0}}
 LOAD = {
     "num_layers": 8,
-    "every_layer": {"forward_ms": 10.0, "backward_ms": 20.0, "scale": FROZEN},
+    "every_layer": {
+        **{"forward_ms": 10.0, "backward_ms": 20.0, "memory_bytes": 1_000_000},
+        "scale": FROZEN,
+    },
     "layers": [{"layer_number": n, "scale": 1.0} for n in (7, 8)],
     "link": {"latency_ms": 0.01, "bandwidth_gb_s": 25, "message_bytes": MESSAGE_BYTES},
     "migration": {"bandwidth_gb_s": 25, "rebuild_ms": 1},

@@ -27,7 +27,7 @@ EMULATION = {
         "forward_ms": 10.0,
         "backward_ms": 20.0,
         "memory_bytes": 1000000,
-        "scale": {"kind": "step", "from": {"1": 1.0, str(COLLAPSE_AT): 0.01}},
+        "scale": {"kind": "step", "from": {"1": 1.0, str(COLLAPSE_AT): 0.001}},
     },
     "layers": [{"layer_number": n, "scale": 1.0} for n in (7, 8)],
     "migration": {"bandwidth_gb_s": 25, "rebuild_ms": 1},
