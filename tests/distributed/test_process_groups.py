@@ -26,9 +26,22 @@ def replaced(rank, world_size):
 
     model = torch.nn.Sequential(Holder(), Holder())
     # Frozen, and of this package; seen twice, through two holders.
-    place = Topology(0, 1, 0, 1, 1, 1, old["pp"], old["tp"], (0,), torch.device("cpu"))
+    place = Topology(
+        rank=0,
+        world_size=1,
+        pp_rank=0,
+        pp_size=1,
+        virtual_stages=1,
+        tp_size=1,
+        token_exchange_size=1,
+        pp_group=old["pp"],
+        tp_group=old["tp"],
+        token_exchange_group=old["tp"],
+        pp_global_ranks=(0,),
+        device=torch.device("cpu"),
+    )
     model[0].place = model[1].place = place
-    assert replace_groups([[model]], old, new) == 6
+    assert replace_groups([[model]], old, new) == 7
     assert model[1].tp_group is new["tp"] and model[1].groups["pp"][0] is new["pp"]
     assert place.pp_group is new["pp"] and place.tp_group is new["tp"]
     assert replace_groups([[model]], old, new) == 0
