@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.flags import auto_or_count, count, flag, gigabytes, non_negative, percent
+from megatron_dynmo.flags.early_exit import EarlyExitFlags
 from megatron_dynmo.flags.elastic import ElasticFlags
 from megatron_dynmo.flags.freezing import FreezingFlags
 from megatron_dynmo.flags.group import FlagGroup
@@ -76,6 +77,7 @@ class _OneLineParser(argparse.ArgumentParser):
 FLAG_GROUPS: tuple[type[FlagGroup], ...] = (
     FreezingFlags,
     PruningFlags,
+    EarlyExitFlags,
     MixtureOfDepthsFlags,
     MoeFlags,
     SparseAttentionFlags,
@@ -88,6 +90,7 @@ FLAG_GROUPS: tuple[type[FlagGroup], ...] = (
 class DynMoConfig(
     FreezingFlags,
     PruningFlags,
+    EarlyExitFlags,
     MixtureOfDepthsFlags,
     MoeFlags,
     SparseAttentionFlags,

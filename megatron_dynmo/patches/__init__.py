@@ -21,6 +21,7 @@ def all_specs() -> tuple[PatchSpec, ...]:
         layers,
         numerics,
         schedules,
+        side_channel,
         training,
     )
 
@@ -29,6 +30,7 @@ def all_specs() -> tuple[PatchSpec, ...]:
         *schedules.specs(),
         *layers.specs(),
         *freezing.specs(),
+        *side_channel.specs(),
         *buckets.specs(),
         *numerics.specs(),
         *elastic.specs(),
@@ -53,6 +55,7 @@ def specs_for(config: DynMoConfig, *, on_cpu: bool) -> tuple[PatchSpec, ...]:
         layers,
         numerics,
         schedules,
+        side_channel,
         training,
         wheel_fixes,
     )
@@ -64,6 +67,8 @@ def specs_for(config: DynMoConfig, *, on_cpu: bool) -> tuple[PatchSpec, ...]:
         chosen += layers.specs()
     if "freezing" in config.dynamics:
         chosen += freezing.specs()
+    if "early_exit" in config.dynamics:
+        chosen += side_channel.specs()
     # With dynamics there is no stock run to be equal to, but a run that never moves must equal one
     # that does.
     if config.mode == "balance" or config.dynamics:

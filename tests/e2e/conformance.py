@@ -110,7 +110,25 @@ PRUNING = (
     _pruning("heads", "head", "0.5"),
     _pruning("query groups", "head", "0.4", *LLAMA, *GROUPS),
 )
-CASES: tuple[Case, ...] = (*FREEZING, *PRUNING, *SPARSE_ATTENTION, *ROUTED)
+EARLY_EXIT = (
+    Case(
+        "early exit by confidence",
+        (
+            *("--dynmo-early-exit", "confidence", "--dynmo-early-exit-min-layer", "1"),
+            *("--dynmo-early-exit-classes", "32"),
+            *("--dynmo-early-exit-threshold", "2:0.04;9:0.032"),
+        ),
+    ),
+    Case(
+        "early exit by saturation",
+        (
+            *("--dynmo-early-exit", "saturation", "--dynmo-early-exit-min-layer", "1"),
+            *("--dynmo-early-exit-threshold", "2:1.001;9:0.97"),
+        ),
+        in_ci=False,
+    ),
+)
+CASES: tuple[Case, ...] = (*FREEZING, *PRUNING, *SPARSE_ATTENTION, *ROUTED, *EARLY_EXIT)
 
 
 @dataclass(frozen=True)
