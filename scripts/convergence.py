@@ -63,8 +63,8 @@ class Learned:
     @classmethod
     def of(cls, run: Run) -> Learned:
         """Read a run."""
-        assert run.factors is not None
-        return cls(len(run.lm_loss), run.lm_loss, np.cumsum(shares_of_dense(run.factors)))
+        assert run.work is not None
+        return cls(len(run.lm_loss), run.lm_loss, np.cumsum(shares_of_dense(run.work)))
 
     @property
     def final_loss(self) -> float:
@@ -121,11 +121,11 @@ def words(trial: Trial, iterations: int, corpus: Any) -> tuple[str, ...]:
     )
 
 
-def shares_of_dense(factors: np.ndarray) -> np.ndarray:
+def shares_of_dense(work: np.ndarray) -> np.ndarray:
     """[iterations] training FLOPs of an iteration over the dense model's.
 
     Args:
-        factors: [iterations, layers, 2] on forward and backward, of which the latter counts twice.
+        work: [iterations, layers, 2] of forward and backward, of which the latter counts twice.
     """
     flag = dict(zip(CONVERGENCE_MODEL[::2], CONVERGENCE_MODEL[1::2], strict=True))
     hidden, ffn, seq = (
@@ -133,8 +133,8 @@ def shares_of_dense(factors: np.ndarray) -> np.ndarray:
     )
     layer = 2 * (4 * hidden * hidden + 2 * hidden * ffn) + 4 * seq * hidden  # of a token
     output = 2 * hidden * VOCABULARY
-    num_layers = factors.shape[1]
-    layers = (factors[:, :, 0] + 2 * factors[:, :, 1]).sum(axis=1) / 3
+    num_layers = work.shape[1]
+    layers = (work[:, :, 0] + 2 * work[:, :, 1]).sum(axis=1) / 3
     return (layer * layers + output) / (layer * num_layers + output)
 
 

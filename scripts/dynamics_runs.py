@@ -42,12 +42,14 @@ class Run:
         events: what it wrote.
         factors: [iterations, layers, 2], of a traced run: expected cost of each layer's forward
             and backward over that of the untouched layer, in the order of iterations.
+        work: the same of their floating-point operations.
         is_emulated: whether its times are virtual.
     """
 
     folder: Path
     events: list[dict[str, Any]]
     factors: np.ndarray | None = None
+    work: np.ndarray | None = None
     is_emulated: bool = False
 
     def of(self, kind: str) -> list[dict[str, Any]]:
@@ -124,7 +126,8 @@ def train_traced(folder: Path, words: Sequence[str], *, ranks: int = 1, timeout_
         traced, ranks, *WORDS, *words, "--dynmo-log-dir", str(folder), timeout_s=timeout_s,
         log_dir=folder / "ranks",
     )  # fmt: skip
-    return Run(folder, read_events(folder / EVENTS_FILE), np.array(results[0]))
+    factors, work = np.array(results[0]).swapaxes(0, 1)
+    return Run(folder, read_events(folder / EVENTS_FILE), factors, work)
 
 
 def train_emulated(
@@ -157,22 +160,27 @@ def pinned(rank: int, world_size: int, *argv: str) -> None:
     pretrain_gpt.main(list(argv))
 
 
-def traced(rank: int, world_size: int, *argv: str) -> list[list[tuple[float, float]]]:
-    """Be one rank of the drop-in, and note what its dynamics expect layers to cost.
+def traced(rank: int, world_size: int, *argv: str) -> list[list[list[tuple[float, float]]]]:
+    """Be one rank of the drop-in, and note what its dynamics expect of the layers.
 
     Returns:
-        [iterations][layers] (forward, backward): factors on the layers' costs.
+        [iterations][2][layers] (forward, backward): factors on the layers' costs, and on their
+        work.
     """
     from megatron_dynmo import pretrain_gpt
     from megatron_dynmo.adapters.run import MegatronRun
 
-    rows: list[list[tuple[float, float]]] = []
+    rows: list[list[list[tuple[float, float]]]] = []
     begin = MegatronRun.begin_dynamics
 
     def begin_dynamics(run: Any, iteration: int) -> None:
         begin(run, iteration)
-        kinds, numbers = run.dynamics, range(1, run.num_layers + 1)
-        rows.append([(1.0, 1.0) if kinds is None else tuple(kinds.factors(n)) for n in numbers])
+        if run.dynamics is None:
+            rows.append([[(1.0, 1.0)] * run.num_layers] * 2)
+        else:
+            kinds = run.dynamics
+            both = kinds.all_factors(run.num_layers), kinds.all_work(run.num_layers)
+            rows.append([[tuple(layer) for layer in layers] for layers in both])
 
     MegatronRun.begin_dynamics = begin_dynamics  # type: ignore[assignment, method-assign]
     pretrain_gpt.main(list(argv))
