@@ -12,6 +12,7 @@ _TITLES = {
     "real": "Real, 2 cores: ms an iteration over the run, moves included (medians)",
     "emulated": "Emulated, 8 pipeline ranks: virtual ms an iteration over the run, moves included",
 }
+_STATE_LENGTH = 110
 
 
 def show(console: Console, block: str, cells: Sequence[dict[str, Any]]) -> None:
@@ -70,9 +71,14 @@ def show_levels(console: Console, cell: dict[str, Any]) -> None:
             str(level["iteration"]),
             " ".join(f"{ms:.1f}" for ms in times),
             f"{sum(times):.1f}",
-            ", ".join(f"{name} {_short(value)}" for name, value in level["state"].items()),
+            _cut(", ".join(f"{name} {_short(v)}" for name, v in level["state"].items())),
         )
     console.print(table)
+
+
+def _cut(text: str) -> str:
+    """The beginning of a long text."""
+    return text if len(text) <= _STATE_LENGTH else text[:_STATE_LENGTH] + " ..."
 
 
 def _short(value: Any) -> str:
