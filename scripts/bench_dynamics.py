@@ -191,6 +191,7 @@ class Real:
                 for move in ours.of("migration")
             ],
             "rounds": rounds,
+            "iteration_ms": {name: over_time(rows) for name, rows in runs.items()},
             "levels": levels(static),
         }
         limits = self.limits(case, static, {"static": ms["static"][0], "dynmo": ms["dynmo"][0]})
@@ -233,6 +234,12 @@ class Emulated(Real):
     def cell(self, rounds: int) -> dict[str, Any]:
         """See `Real.cell`."""
         return super().cell(1)
+
+
+def over_time(runs: Sequence[Run]) -> list[float]:
+    """Time of each step, from the first iteration on; medians over rounds."""
+    rows = zip(*(run.iteration_ms.values() for run in runs), strict=True)
+    return [round(statistics.median(row), 1) for row in rows]
 
 
 def pipeline_of(run: Run, p2p_ms: float = 0.0) -> Pipeline:
