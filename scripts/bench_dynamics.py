@@ -38,7 +38,7 @@ from scripts.dynamics_kinds import Kind
 from scripts.dynamics_limits import Limits, limits_of
 from scripts.dynamics_runs import Run, emulated_trace, recorded_trace, train_emulated, train_real
 from scripts.dynamics_tables import show, show_levels
-from scripts.results import FOLDER, ROOT, write_results
+from scripts.results import FOLDER, ROOT, machine, write_results
 
 COMMAND = "make bench-dynamics"
 TIMEOUT_S = 900
@@ -273,7 +273,8 @@ def levels(run: Run) -> list[dict[str, Any]]:
 def merged(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """These rows, and those of the file that were not measured again on the same machine."""
     path = FOLDER / "dynamics.json"
-    before: list[dict[str, Any]] = json.loads(path.read_text())["cells"] if path.exists() else []
+    document = json.loads(path.read_text()) if path.exists() else {}
+    before = document["cells"] if document.get("machine") == machine() else []
     rows = {(cell["kind"], cell["dynamic"]): cell for cell in (*before, *cells)}
     order = [
         (block, kind.name) for block in ("real", "emulated") for kind in kinds.KINDS

@@ -188,12 +188,12 @@ def page(dense: Learned, cells: Sequence[dict[str, Any]]) -> str:
     lines = [
         "# Convergence",
         "",
-        f"Written by `{COMMAND}`. Each kind trains the same small GPT on the same text (the Python",
-        f"standard library's sources) for {dense.iterations} iterations on one rank. The final loss",
-        "is the mean over the last tenth of the iterations; the dense model's is "
-        f"{dense.final_loss:.3f}. FLOPs are",
-        "those of training, over the dense model's; the last column is a dense model that trains",
-        "for as many iterations as those FLOPs buy, with the whole learning rate schedule.",
+        f"Written by `{COMMAND}`. Each kind trains the same small GPT on the same text, the",
+        f"sources of Python's standard library, for {dense.iterations} iterations on one rank. The",
+        "final loss is the mean over the last tenth of the iterations; the dense model's is",
+        f"{dense.final_loss:.3f}. FLOPs are those of training, over the dense model's; the last",
+        "column is a dense model that trains for as many iterations as those FLOPs buy, learning",
+        "rate schedule and all.",
         "",
         "| dynamic | flags | final loss | above dense | allowed | FLOPs | dense at equal FLOPs |",
         "|---|---|---|---|---|---|---|",
