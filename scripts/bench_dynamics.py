@@ -153,7 +153,7 @@ class Real:
         """What layers cost in the static run, on its pipeline."""
         return Case(recorded_trace(static), pipeline_of(static))
 
-    def limits(self, case: Case, static: Run, found: dict[str, float]) -> Limits | None:
+    def limits(self, case: Case, static: Run) -> Limits | None:
         """What no policy can exceed; not known where costs are measured."""
         return None
 
@@ -194,7 +194,7 @@ class Real:
             "iteration_ms": {name: over_time(rows) for name, rows in runs.items()},
             "levels": levels(static),
         }
-        limits = self.limits(case, static, {"static": ms["static"][0], "dynmo": ms["dynmo"][0]})
+        limits = self.limits(case, static)
         return cell if limits is None else cell | limits.fields(cell)
 
 
@@ -227,9 +227,14 @@ class Emulated(Real):
         pipeline = pipeline_of(static, emulation_from_json(self.document).link.hop_ms(0))
         return Case(emulated_trace(static, self.document), pipeline)
 
-    def limits(self, case: Case, static: Run, found: dict[str, float]) -> Limits | None:
+    def limits(self, case: Case, static: Run) -> Limits | None:
         """What no policy can exceed on this trace."""
-        return limits_of(case, emulation_from_json(self.document).optimizer_ms.at(1), found)
+        return limits_of(
+            case,
+            emulation_from_json(self.document).optimizer_ms.at(1),
+            {"mean": static.mean_ms, "settled": static.settled_ms},
+            len(static.settled),
+        )
 
     def cell(self, rounds: int) -> dict[str, Any]:
         """See `Real.cell`."""

@@ -191,7 +191,7 @@ KINDS: tuple[Kind, ...] = (
         2.23,
         real_model=UNTIED,
         emulated_model=UNTIED,
-        emulated_flags=freezing(6, 12, 18),
+        emulated_flags=freezing(8, 16, 21),
     ),
     Kind(
         "pruning",

@@ -98,10 +98,15 @@ class Run:
         return total_ms / len(counted)
 
     @property
-    def settled_ms(self) -> float:
-        """Median step of the last third, when the dynamic has done what it does."""
+    def settled(self) -> list[float]:
+        """Steps of the last third, when the dynamic has done what it does."""
         times = self.iteration_ms
-        return float(np.median([ms for i, ms in times.items() if i > max(times) * 2 / 3]))
+        return [ms for iteration, ms in times.items() if iteration > max(times) * 2 / 3]
+
+    @property
+    def settled_ms(self) -> float:
+        """Their median."""
+        return float(np.median(self.settled))
 
 
 def train_real(folder: Path, words: Sequence[str], *, ranks: int = 2, timeout_s: float) -> Run:

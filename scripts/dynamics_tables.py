@@ -23,7 +23,7 @@ def show(console: Console, block: str, cells: Sequence[dict[str, Any]]) -> None:
     table = Table(title=_TITLES[block])
     table.add_column("dynamic")
     columns = ["static", "best static", "dynmo", "speed-up", "settled", "to best static"]
-    columns += ["whole layers", "any split"] if is_emulated else []
+    columns += ["whole layers", "any split", "settled"] if is_emulated else []
     for column in (*columns, "abstract", "losses", "moves"):
         table.add_column(column, justify="right")
     for cell in cells:
@@ -35,7 +35,11 @@ def show(console: Console, block: str, cells: Sequence[dict[str, Any]]) -> None:
             f"{cell['settled_speedup']:.2f}",
             f"{cell['ratio_to_best_static']:.2f}",
             *(
-                (f"{cell['oracle_speedup']:.2f}", f"{cell['ideal_speedup']:.2f}")
+                (
+                    f"{cell['oracle_speedup']:.2f}",
+                    f"{cell['ideal_speedup']:.2f}",
+                    f"{cell['settled_oracle_speedup']:.2f} {cell['settled_ideal_speedup']:.2f}",
+                )
                 if is_emulated
                 else ()
             ),
@@ -51,7 +55,7 @@ def show(console: Console, block: str, cells: Sequence[dict[str, Any]]) -> None:
     if is_emulated:
         console.print(
             "whole layers: the best split for every iteration, moved for nothing. any split: what "
-            "no split exceeds, even into fractions of layers."
+            "no split exceeds, even into fractions of layers. settled: both over the last third."
         )
         for cell in cells:
             console.print(f"  {cell['dynamic']}: {cell['why']}")

@@ -31,23 +31,27 @@ def test_the_trace_has_the_costs_of_the_emulation_times_the_factors(tmp_path):
     assert trace.forward_ms[-1].tolist() == [2.0] * 24
 
 
-def test_no_limit_is_slower_than_what_it_limits(tmp_path):
+def limits_of_half_frozen(tmp_path):
     trace = emulated_trace(run_of(half_frozen(10), tmp_path), EMULATION)
     case = Case(trace, Pipeline(num_stages=8, num_microbatches=16, p2p_ms=0.7))
-    static_ms = float(case.iteration_ms(case.uniform, slice(None)).mean()) + 4.0
-    limits = limits_of(case, 4.0, {"static": static_ms})
-    assert limits.closed_form_ms == pytest.approx(static_ms)
-    assert limits.ideal_ms <= limits.oracle_ms < static_ms
-    assert 1.0 < limits.oracle_speedup <= limits.ideal_speedup
+    times = case.iteration_ms(case.uniform, slice(None)) + 4.0
+    static_ms = {"mean": float(times.mean()), "settled": float(times[-1])}
+    return limits_of(case, 4.0, static_ms, settled_rows=3)
+
+
+def test_no_limit_is_below_what_it_limits(tmp_path):
+    limits = limits_of_half_frozen(tmp_path)
+    assert limits.closed_form == pytest.approx(1.0)
+    assert 1.0 < limits.oracle <= limits.ideal
+    assert limits.oracle < limits.settled_oracle <= limits.settled_ideal
     assert limits.work_left == pytest.approx((12 * 2 + 12 * 6) / (24 * 6))
 
 
 def test_the_reason_names_the_bound_where_no_split_can_reach_the_abstract(tmp_path):
-    trace = emulated_trace(run_of(half_frozen(10), tmp_path), EMULATION)
-    case = Case(trace, Pipeline(num_stages=8, num_microbatches=16))
-    limits = limits_of(case, 4.0, {"static": 400.0})
-    assert "no split" in limits.why({"speedup": 1.1, "paper_speedup": 99.0})
-    assert "no split" not in limits.why({"speedup": 1.1, "paper_speedup": 1.0})
+    limits = limits_of_half_frozen(tmp_path)
+    cell = {"speedup": 1.1, "settled_speedup": 1.2, "paper_speedup": 99.0}
+    assert f"exceeds {limits.settled_ideal:.2f}" in limits.why(cell)
+    assert "abstract" not in limits.why(cell | {"paper_speedup": 1.15})
 
 
 def test_flops_of_a_run_without_a_dynamic_are_those_of_the_dense_model():
