@@ -227,13 +227,13 @@ class Trial:
 DENSE_TRIAL = Trial("dense", nothing, 0.0)
 
 TRIALS: tuple[Trial, ...] = (
-    Trial("MoE", skewed_experts, 0.2, model=EXPERTS),
-    Trial("freezing, schedule", freezing(2, 3, 4), 0.2, model=UNTIED),
-    Trial("freezing, AutoFreeze", adaptive_freezing("autofreeze"), 0.2, model=UNTIED),
-    Trial("freezing, Egeria", adaptive_freezing("egeria"), 0.2, model=UNTIED),
-    Trial("pruning, magnitude", pruning("magnitude", "0.8"), 0.2),
-    Trial("pruning, neurons", pruning("neuron", "0.75"), 0.2),
-    Trial("pruning, heads", pruning("head", "0.5"), 0.2),
-    Trial("sparse attention", hashed_attention(("5-6", "3-4"), (4, 2)), 0.2),
+    Trial("MoE", skewed_experts, 0.3, model=EXPERTS),
+    Trial("freezing, schedule", freezing(2, 3, 4), 0.3, model=UNTIED),
+    Trial("freezing, AutoFreeze", adaptive_freezing("autofreeze"), 0.3, model=UNTIED),
+    Trial("freezing, Egeria", adaptive_freezing("egeria"), 0.3, model=UNTIED),
+    Trial("pruning, magnitude", pruning("magnitude", "0.8"), 0.3),
+    Trial("pruning, neurons", pruning("neuron", "0.75"), 0.3),
+    Trial("pruning, heads", pruning("head", "0.5"), 0.3),
+    Trial("sparse attention", hashed_attention(("5-6", "3-4"), (4, 2)), 0.3),
     Trial("Mixture of Depths", mixture_of_depths, 0.3, equal_flops=True),
 )
