@@ -12,8 +12,8 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup format lint types test test-unit test-upstream test-distributed test-e2e \
-	test-matrix test-slurm demo bench bench-balancers bench-trigger bench-migration \
-	bench-sparse-attention bench-elastic patches docs lock dist clean
+	test-matrix test-convergence test-slurm demo bench bench-balancers bench-trigger bench-migration \
+	bench-sparse-attention bench-elastic bench-dynamics patches docs lock dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -61,6 +61,9 @@ test-matrix: setup ## The whole parity table and other slow cells (outside CI)
 test-slurm: setup ## A real SLURM with four virtual nodes: give nodes back (needs slurm-wlm and munge)
 	$(BIN)/pytest tests/slurm
 
+test-convergence: setup ## Each dynamic against the dense model, a few hundred iterations (outside CI)
+	$(BIN)/python scripts/convergence.py
+
 demo: setup ## Real text, real Megatron, a layer that moves: static against balanced
 	$(BIN)/python scripts/demo.py
 
@@ -79,7 +82,11 @@ bench-sparse-attention: setup ## Sparse against dense core attention, on one thr
 bench-elastic: setup ## Emulated ranks packed and taken back: seconds, throughput
 	$(BIN)/python scripts/bench_elastic.py
 
-bench: demo bench-balancers bench-trigger bench-migration bench-sparse-attention bench-elastic ## All benchmarks that write benchmarks/results
+bench-dynamics: setup ## Each kind of dynamic, real on 2 cores and on 8 emulated ranks
+	$(BIN)/python scripts/bench_dynamics.py
+
+bench: demo bench-balancers bench-trigger bench-migration bench-sparse-attention bench-elastic \
+	bench-dynamics ## All benchmarks that write benchmarks/results
 
 patches: setup ## List and check the patches of Megatron
 	$(BIN)/dynmo patches list

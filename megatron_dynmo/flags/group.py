@@ -25,6 +25,9 @@ class FlagGroup:
     def check(self) -> None:
         """Refuse values that do not fit together.
 
+        `self` may be the whole config, in which `is_on` is that of another group: ask for it by
+        class, as in `SparseAttentionFlags.is_on(self)`.
+
         Raises:
             ConfigError: Names the flags, the values and what to change.
         """

@@ -1,0 +1,250 @@
+"""Does a model still learn when a dynamic makes its layers cheaper?
+
+Each kind trains the same small GPT on the same real text for a few hundred iterations, on one rank.
+Its final loss, the mean over the last tenth of the iterations, must be within a stated distance of
+the dense model's. Mixture of Depths and early exit are also compared at equal training FLOPs: with
+a dense model that trains for as many iterations as their FLOPs buy, learning rate schedule and all.
+
+    make test-convergence
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_dynmo.corpus import build_corpus
+from scripts.dynamics_kinds import (
+    CONVERGENCE_ITERATIONS,
+    CONVERGENCE_MODEL,
+    DENSE_TRIAL,
+    TRIALS,
+    Trial,
+)
+from scripts.dynamics_runs import Run, train_traced
+from scripts.results import ROOT, write_results
+
+COMMAND = "make test-convergence"
+PAGE = ROOT / "docs" / "dynamics" / "convergence.md"
+CURVES = PAGE.with_suffix(".png")
+VOCABULARY = 512
+TIMEOUT_S = 1800
+QUICK_ITERATIONS = 30
+SMOOTHED_OVER = 20  # iterations, in the picture only
+
+console = Console(width=None if sys.stdout.isatty() else 110)
+
+
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """One finished run.
+
+    Attributes:
+        iterations: trained.
+        losses: of each iteration.
+        flops: [iterations] training FLOPs spent until then, in iterations of the dense model.
+    """
+
+    iterations: int
+    losses: list[float]
+    flops: np.ndarray
+
+    @classmethod
+    def of(cls, run: Run) -> Learned:
+        """Read a run."""
+        assert run.work is not None
+        return cls(len(run.lm_loss), run.lm_loss, np.cumsum(shares_of_dense(run.work)))
+
+    @property
+    def final_loss(self) -> float:
+        """Mean over the last tenth."""
+        return float(np.mean(self.losses[-max(self.iterations // 10, 1) :]))
+
+
+def main() -> int:
+    """Train all, compare, show, write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter
+    )
+    names = [trial.name for trial in TRIALS]
+    parser.add_argument("--only", action="append", choices=names, metavar="KIND")
+    parser.add_argument("--quick", action="store_true", help="few iterations; writes no file")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "convergence")
+    args = parser.parse_args()
+    iterations = QUICK_ITERATIONS if args.quick else CONVERGENCE_ITERATIONS
+    corpus, _ = build_corpus(args.folder / "corpus", vocab_size=VOCABULARY)
+    chosen = [trial for trial in TRIALS if not args.only or trial.name in args.only]
+
+    def learn(trial: Trial, count: int) -> Learned:
+        folder = args.folder / f"{trial.name.replace(' ', '-')}-{count}"
+        shutil.rmtree(folder, ignore_errors=True)
+        return Learned.of(train_traced(folder, words(trial, count, corpus), timeout_s=TIMEOUT_S))
+
+    with ThreadPoolExecutor(args.jobs) as pool, console.status("training"):
+        dense, *found = pool.map(lambda trial: learn(trial, iterations), (DENSE_TRIAL, *chosen))
+        learned = dict(zip(chosen, found, strict=True))
+        bought = {trial: round(learned[trial].flops[-1]) for trial in chosen if trial.equal_flops}
+        short = dict(
+            zip(bought, pool.map(lambda n: learn(DENSE_TRIAL, n), bought.values()), strict=True)
+        )
+    cells = [cell_of(trial, learned[trial], dense, short.get(trial)) for trial in chosen]
+    show(dense, cells)
+    if not args.quick and not args.only:
+        path = write_results("convergence", "real", COMMAND, cells)
+        draw(CURVES, dense, learned, short)
+        PAGE.write_text(page(dense, cells))
+        console.print(f"written to {path}, {PAGE} and {CURVES}")
+    if args.quick:
+        return 0  # too short to have converged
+    return not all(cell["is_within"] for cell in cells)
+
+
+def words(trial: Trial, iterations: int, corpus: Any) -> tuple[str, ...]:
+    """Flags of a run."""
+    return (
+        *CONVERGENCE_MODEL,
+        *trial.model,
+        *corpus.megatron_args,
+        *("--train-iters", str(iterations), "--lr-decay-iters", str(iterations)),
+        *trial.flags(iterations),
+    )
+
+
+def shares_of_dense(work: np.ndarray) -> np.ndarray:
+    """[iterations] training FLOPs of an iteration over the dense model's.
+
+    Args:
+        work: [iterations, layers, 2] of forward and backward, of which the latter counts twice.
+    """
+    flag = dict(zip(CONVERGENCE_MODEL[::2], CONVERGENCE_MODEL[1::2], strict=True))
+    hidden, ffn, seq = (
+        int(flag[name]) for name in ("--hidden-size", "--ffn-hidden-size", "--seq-length")
+    )
+    layer = 2 * (4 * hidden * hidden + 2 * hidden * ffn) + 4 * seq * hidden  # of a token
+    output = 2 * hidden * VOCABULARY
+    num_layers = work.shape[1]
+    layers = (work[:, :, 0] + 2 * work[:, :, 1]).sum(axis=1) / 3
+    return (layer * layers + output) / (layer * num_layers + output)
+
+
+def cell_of(trial: Trial, run: Learned, dense: Learned, short: Learned | None) -> dict[str, Any]:
+    """A row of the table."""
+    distance = run.final_loss - dense.final_loss
+    cell = {
+        "dynamic": trial.name,
+        "flags": " ".join((*trial.model, *trial.flags(run.iterations))),
+        "iterations": run.iterations,
+        "final_loss": run.final_loss,
+        "dense_loss": dense.final_loss,
+        "distance": distance,
+        "allowed_distance": trial.distance,
+        "is_within": distance <= trial.distance,
+        "flops_of_dense": float(run.flops[-1] / dense.flops[-1]),
+    }
+    if short is not None:
+        cell["equal_flops"] = {
+            "dense_iterations": short.iterations,
+            "dense_loss": short.final_loss,
+            "distance": run.final_loss - short.final_loss,
+        }
+    return cell
+
+
+def show(dense: Learned, cells: Sequence[dict[str, Any]]) -> None:
+    """Print the table."""
+    table = Table(title=f"final loss (dense: {dense.final_loss:.3f} after {dense.iterations})")
+    table.add_column("dynamic")
+    for name in ("loss", "above dense", "allowed", "FLOPs of dense", "dense at equal FLOPs", ""):
+        table.add_column(name, justify="right")
+    for cell in cells:
+        equal = cell.get("equal_flops")
+        table.add_row(
+            cell["dynamic"],
+            f"{cell['final_loss']:.3f}",
+            f"{cell['distance']:+.3f}",
+            f"{cell['allowed_distance']:.2f}",
+            f"{cell['flops_of_dense']:.0%}",
+            f"{equal['dense_loss']:.3f} after {equal['dense_iterations']}" if equal else "",
+            "[green]converges[/green]" if cell["is_within"] else "[red]too far[/red]",
+        )
+    console.print(table)
+
+
+def page(dense: Learned, cells: Sequence[dict[str, Any]]) -> str:
+    """The document: what was done, the table and the picture."""
+    lines = [
+        "# Convergence",
+        "",
+        f"Written by `{COMMAND}`. Each kind trains the same small GPT on the same text, the",
+        f"sources of Python's standard library, for {dense.iterations} iterations on one rank. The",
+        "final loss is the mean over the last tenth of the iterations; the dense model's is",
+        f"{dense.final_loss:.3f}. FLOPs are those of training, over the dense model's; the last",
+        "column is a dense model that trains for as many iterations as those FLOPs buy, learning",
+        "rate schedule and all.",
+        "",
+        "| dynamic | flags | final loss | above dense | allowed | FLOPs | dense at equal FLOPs |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for cell in cells:
+        equal = cell.get("equal_flops")
+        text = f"{equal['dense_loss']:.3f} ({equal['dense_iterations']})" if equal else ""
+        lines.append(
+            f"| {cell['dynamic']} | `{cell['flags']}` | {cell['final_loss']:.3f} "
+            f"| {cell['distance']:+.3f} | {cell['allowed_distance']:.2f} "
+            f"| {cell['flops_of_dense']:.0%} | {text} |"
+        )
+    lines += ["", f"![loss curves, over iterations and at equal FLOPs]({CURVES.name})", ""]
+    return "\n".join(lines)
+
+
+def draw(
+    path: Path, dense: Learned, learned: dict[Trial, Learned], short: dict[Trial, Learned]
+) -> None:
+    """Draw the losses over iterations, and at equal FLOPs."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), sharey=True)
+    for name, run in [("dense", dense), *((t.name, run) for t, run in learned.items())]:
+        left.plot(*_smooth(np.arange(1.0, run.iterations + 1), run), label=name, linewidth=1)
+    right.plot(*_smooth(dense.flops, dense), label="dense", linewidth=1)
+    for trial, run in short.items():
+        (line,) = right.plot(
+            *_smooth(learned[trial].flops, learned[trial]), label=trial.name, linewidth=1
+        )
+        right.plot(
+            *_smooth(run.flops, run), label=f"dense, FLOPs of {trial.name}", linewidth=1,
+            linestyle="--", color=line.get_color(),
+        )  # fmt: skip
+    left.set(xlabel="iteration", ylabel=f"loss, mean of {SMOOTHED_OVER} iterations")
+    right.set(xlabel="training FLOPs, in iterations of the dense model")
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, bbox_inches="tight", metadata={"Software": None})
+
+
+def _smooth(x: np.ndarray, run: Learned) -> tuple[np.ndarray, np.ndarray]:
+    """Points of a curve."""
+    window = np.ones(SMOOTHED_OVER) / SMOOTHED_OVER
+    return x[SMOOTHED_OVER - 1 :], np.convolve(run.losses, window, mode="valid")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""The kinds of dynamics as the benchmarks and the convergence check use them: data only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+type Flags = Callable[[int], tuple[str, ...]]
+"""Flags of a dynamic for a run of so many iterations."""
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Words of a command line."""
+    return tuple(text.split())
+
+
+# Two pinned cores: about a second an iteration, balanced while nothing is dynamic.
+REAL_MODEL = words(
+    "--num-layers 8 --hidden-size 192 --ffn-hidden-size 768 --num-attention-heads 4 "
+    "--seq-length 256 --max-position-embeddings 256 --micro-batch-size 1 --global-batch-size 8 "
+    "--pipeline-model-parallel-size 2 --lr 1e-3 --min-lr 1e-4"
+)
+REAL_ITERATIONS = 40
+
+# Eight emulated ranks: as little real compute as leaves the dynamics something to decide on.
+EMULATED_MODEL = words(
+    "--num-layers 24 --hidden-size 16 --ffn-hidden-size 64 --num-attention-heads 2 "
+    "--seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 16 "
+    "--pipeline-model-parallel-size 8 --lr 2e-3 --min-lr 2e-4"
+)
+EMULATED_RANKS = 8
+EMULATED_LAYERS = 24
+EMULATED_ITERATIONS = 60
+EMULATION: dict[str, Any] = {
+    "num_layers": EMULATED_LAYERS,
+    "every_layer": {"forward_ms": 2.0, "backward_ms": 4.0, "memory_bytes": 400_000_000},
+    "first_stage_extra": {"forward_ms": 0.25, "backward_ms": 0.25},
+    "last_stage_extra": {"forward_ms": 0.5, "backward_ms": 1.0},
+    "optimizer_ms": 4.0,
+    "link": {"latency_ms": 0.05, "bandwidth_gb_s": 25, "message_bytes": 16_777_216},
+    "migration": {"bandwidth_gb_s": 25, "rebuild_ms": 150},
+}
+
+# One rank: small enough for a few hundred iterations, large enough to learn from text.
+CONVERGENCE_MODEL = words(
+    "--num-layers 6 --hidden-size 96 --ffn-hidden-size 384 --num-attention-heads 4 "
+    "--seq-length 128 --max-position-embeddings 128 --micro-batch-size 8 --global-batch-size 8 "
+    "--lr 2e-3 --min-lr 2e-4 --lr-warmup-iters 10"
+)
+CONVERGENCE_ITERATIONS = 300
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of dynamic.
+
+    Attributes:
+        name: in the tables.
+        flags: of the dynamic, on the real and the emulated machine.
+        paper_speedup: what DynMo's abstract gives, a maximum over sizes and baselines.
+        real_model: flags of the model beside REAL_MODEL.
+        emulated_model: flags of the model beside EMULATED_MODEL.
+        emulated_flags: of the dynamic where they differ on the emulated machine.
+    """
+
+    name: str
+    flags: Flags
+    paper_speedup: float
+    real_model: tuple[str, ...] = ()
+    emulated_model: tuple[str, ...] = ()
+    emulated_flags: Flags | None = None
+
+
+def nothing(iterations: int) -> tuple[str, ...]:
+    """No dynamic at all."""
+    return ()
+
+
+DENSE = Kind("dense", nothing, 1.0)
+"""No dynamic: what the harness itself makes of a model that does not change."""
+
+
+def at(iterations: int, share: float) -> int:
+    """The iteration at a share of a run."""
+    return max(round(iterations * share), 1)
+
+
+def freezing(*layers: int) -> Flags:
+    """Up to these layers, one after the other, every seventh of the run."""
+
+    def flags(iterations: int) -> tuple[str, ...]:
+        steps = [f"{at(iterations, number / 7)}:{last}" for number, last in enumerate(layers, 1)]
+        return ("--dynmo-freeze", "schedule", "--dynmo-freeze-schedule", ";".join(steps))
+
+    return flags
+
+
+def adaptive_freezing(how: str) -> Flags:
+    """Evaluated every twelfth of the run."""
+
+    def flags(iterations: int) -> tuple[str, ...]:
+        return words(f"--dynmo-freeze {how} --dynmo-freeze-interval {at(iterations, 1 / 12)}")
+
+    return flags
+
+
+def skewed_experts(iterations: int) -> tuple[str, ...]:
+    """A wave of skew that runs through the layers once in two runs."""
+    return ("--dynmo-moe-skew", f"phases:exponent=2,period={2 * iterations}")
+
+
+def pruning(how: str, final: str) -> Flags:
+    """Cubic schedule between a fifth and three fifths of the run, in steps of a tenth."""
+
+    def flags(iterations: int) -> tuple[str, ...]:
+        tenth = at(iterations, 0.1)
+        return words(
+            f"--dynmo-prune {how} --dynmo-prune-final {final} --dynmo-prune-begin {2 * tenth} "
+            f"--dynmo-prune-end {6 * tenth} --dynmo-prune-every {tenth}"
+        )
+
+    return flags
+
+
+def hashed_attention(layers: tuple[str, ...], buckets: tuple[int, ...]) -> Flags:
+    """More and more buckets for parts of the layers, deeper parts first and to more of them."""
+
+    def flags(iterations: int) -> tuple[str, ...]:
+        steps = ["0:1"]
+        for number, (part, count) in enumerate(zip(layers, buckets, strict=True), 1):
+            steps.append(f"{at(iterations, 0.15 * number)}:{count}@{part}")
+        return (
+            *("--dynmo-sparse-attention", "hash"),
+            *("--dynmo-sparse-attention-buckets", ";".join(steps)),
+        )
+
+    return flags
+
+
+def mixture_of_depths(iterations: int) -> tuple[str, ...]:
+    """Every other layer, down to an eighth of the tokens in two steps."""
+    half, eighth = at(iterations, 0.15), at(iterations, 0.3)
+    return ("--dynmo-mod", "--dynmo-mod-capacity", f"1:1.0;{half}:0.5;{eighth}:0.125")
+
+
+LONG = words(
+    "--hidden-size 96 --ffn-hidden-size 384 --num-attention-heads 2 --seq-length 1024 "
+    "--max-position-embeddings 1024 --global-batch-size 4"
+)
+EXPERTS = words(
+    "--num-experts 8 --moe-router-topk 2 --disable-bias-linear "
+    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 1e-2"
+)
+# Tied, the embedding would be trained by the output layer, and need its gradient from in front.
+UNTIED = ("--untie-embeddings-and-output-weights",)
+KINDS: tuple[Kind, ...] = (
+    # Two ranks hold all experts each, so skew does not change what a layer takes, and what is to
+    # be balanced are the dense layers in front.
+    Kind(
+        "MoE",
+        skewed_experts,
+        1.23,
+        real_model=(*EXPERTS, "--moe-layer-freq", "([0]*3+[1]*5)"),
+        # Four stages of two expert-parallel ranks each.
+        emulated_model=(
+            *EXPERTS,
+            *words(
+                "--pipeline-model-parallel-size 4 "
+                "--expert-model-parallel-size 2 --global-batch-size 32"
+            ),
+        ),
+    ),
+    Kind(
+        "freezing",
+        freezing(2, 4, 6),
+        2.23,
+        real_model=UNTIED,
+        emulated_model=UNTIED,
+        emulated_flags=freezing(8, 16, 21),
+    ),
+    Kind(
+        "pruning",
+        pruning("neuron", "0.9"),
+        3.18,
+        emulated_flags=lambda n: (
+            *pruning("magnitude", "0.9")(n),
+            "--dynmo-prune-compute",
+            "sparse",
+        ),
+    ),
+    Kind(
+        "sparse attention",
+        hashed_attention(("7-8", "5-6", "3-4"), (16, 8, 4)),
+        4.02,
+        real_model=LONG,
+        emulated_model=words(
+            "--seq-length 1024 --max-position-embeddings 1024 --global-batch-size 8"
+        ),
+        emulated_flags=hashed_attention(("19-24", "13-18", "7-12"), (16, 8, 4)),
+    ),
+    # Ten layers: with four a stage, both stages would have as many layers that are routed.
+    Kind("Mixture of Depths", mixture_of_depths, 1.17, real_model=words("--num-layers 10")),
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One kind in the convergence check.
+
+    Attributes:
+        name: in the table.
+        flags: of the dynamic.
+        distance: by how much its final loss may exceed the dense model's.
+        model: flags of the model beside CONVERGENCE_MODEL.
+        equal_flops: whether it is also compared at equal training FLOPs.
+    """
+
+    name: str
+    flags: Flags
+    distance: float
+    model: tuple[str, ...] = ()
+    equal_flops: bool = False
+
+
+DENSE_TRIAL = Trial("dense", nothing, 0.0)
+
+TRIALS: tuple[Trial, ...] = (
+    Trial("MoE", skewed_experts, 0.3, model=EXPERTS),
+    Trial("freezing, schedule", freezing(2, 3, 4), 0.3, model=UNTIED),
+    Trial("freezing, AutoFreeze", adaptive_freezing("autofreeze"), 0.3, model=UNTIED),
+    Trial("freezing, Egeria", adaptive_freezing("egeria"), 0.3, model=UNTIED),
+    Trial("pruning, magnitude", pruning("magnitude", "0.8"), 0.3),
+    Trial("pruning, neurons", pruning("neuron", "0.75"), 0.3),
+    Trial("pruning, heads", pruning("head", "0.5"), 0.3),
+    Trial("sparse attention", hashed_attention(("5-6", "3-4"), (4, 2)), 0.3),
+    Trial("Mixture of Depths", mixture_of_depths, 0.3, equal_flops=True),
+)
