@@ -166,9 +166,9 @@ class Dynamics:
             what = kind.after_step(step)
             if what is not None:
                 changes.append(Change(kind.kind, dict(what)))
-        if changes:
-            for chunk in step.run.stage.chunks:
-                self.tell_checkpoints(chunk.block.config)
+        # After every step: the first snapshots of a freezing rule are no event.
+        for chunk in step.run.stage.chunks:
+            self.tell_checkpoints(chunk.block.config)
         self.remember()
         return changes
 
