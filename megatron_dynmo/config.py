@@ -193,6 +193,15 @@ class DynMoConfig(
         return tuple(g.kind for g in FLAG_GROUPS if g.kind is not None and g.is_on(self))
 
     @property
+    def follows_layers(self) -> bool:
+        """Whether gradients are reduced, and optimizer state is cut, layer by layer.
+
+        With dynamics there is no stock run to be equal to, but a run that never moves must equal
+        one that does.
+        """
+        return self.mode == "balance" or bool(self.dynamics)
+
+    @property
     def forced_moves(self) -> tuple[ForcedMove, ...]:
         """The parsed `--dynmo-force-layout`."""
         return parse_forced_moves(self.force_layout)

@@ -156,8 +156,8 @@ class ExpertLoad(Dynamic):
 
     def _count(self, layer_number: int, router: Any, args: Any, output: Any) -> None:
         """Hook: add up the tokens of each expert, once for each micro-batch."""
-        # What is recomputed runs in the midst of a backward pass. That it has a graph does not tell:
-        # a layer of a frozen front never has one, recomputed or not.
+        # What is recomputed runs in the midst of a backward pass. Whether it has a graph does not
+        # tell: a layer of a frozen front never has one.
         if not router.training or torch._C._current_graph_task_id() != _NO_BACKWARD:
             return
         tokens = output[1].detach().sum(dim=0, dtype=torch.float64)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
+from megatron_dynmo.adapters.checkpoint import DYNAMICS
 from megatron_dynmo.config import DynMoConfig
-from megatron_dynmo.dynamics.dynamics import STATE, Dynamics
+from megatron_dynmo.dynamics.dynamics import Dynamics
 from megatron_dynmo.dynamics.moe import ExpertLoad
 from megatron_dynmo.dynamics.reference import Reference
 from megatron_dynmo.errors import ConfigError
@@ -120,7 +121,7 @@ def test_a_rank_that_comes_back_knows_what_was_reported_last():
     load = {1: (1.5, 1.25), 2: (1.0, 1.0), 3: (2.0, 1.1), 4: (1.1, 1.0)}
     stayed, away = (ExpertLoad(DynMoConfig(moe=True), Namespace(**ARGS)) for _ in range(2))
     stayed._loads = stayed._reported = load
-    text = Dynamics(DynMoConfig(moe=True), Namespace(**ARGS, **{STATE: None}))
+    text = Dynamics(DynMoConfig(moe=True), Namespace(**ARGS, **{DYNAMICS: None}))
     text._kinds = [stayed]
     text.remember()
     text._kinds = [away]
