@@ -173,6 +173,7 @@ class DynMoConfig(
             )
         for group in FLAG_GROUPS:
             group.check(self)
+            self._refuse_idle(group)
         if self.dynamics and self.mode == "off":
             raise ConfigError(
                 f"{' and '.join(self.dynamics)} patch Megatron, which --dynmo-mode off does not; "
@@ -186,6 +187,19 @@ class DynMoConfig(
             from megatron_dynmo.emulate.emulation_file import read_emulation  # needs numpy
 
             read_emulation(self.emulate)  # a wrong file is a mistake in a flag
+
+    def _refuse_idle(self, group: type[FlagGroup]) -> None:
+        """Refuse settings of a dynamic that is off: a run without it is not what was meant."""
+        if group.kind is None or group.is_on(self):
+            return
+        switch, *settings = dataclasses.fields(group)  # type: ignore[arg-type]
+        given = [item for item in settings if getattr(self, item.name) != item.default]
+        if given:
+            names = " and ".join(PREFIX + item.name.replace("_", "-") for item in given)
+            raise ConfigError(
+                f"{names}: no effect without {PREFIX}{switch.name.replace('_', '-')}; add it, or "
+                "leave the rest out"
+            )
 
     @property
     def dynamics(self) -> tuple[str, ...]:

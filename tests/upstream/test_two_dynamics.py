@@ -167,3 +167,15 @@ def test_tokens_count_once_recomputed_or_not_with_a_graph_or_without():
     assert counted() == [3, 3]
     router.eval()(x)
     assert counted() is None
+
+
+def test_a_checkpoint_is_evaluated_with_the_capacity_that_it_was_trained_to():
+    from megatron_dynmo.dynamics.mixture_of_depths import MixtureOfDepths
+
+    args = Namespace(**ARGS, iteration=0)
+    routed = MixtureOfDepths(DynMoConfig(mod=True, mod_capacity="1:1.0;50:0.25"), args)
+    assert routed._capacity == 1.0
+    args.iteration = 49  # loaded; --skip-train, so that no iteration begins
+    assert routed._capacity == 0.25
+    routed.begin_iteration(3)
+    assert routed._capacity == 1.0
