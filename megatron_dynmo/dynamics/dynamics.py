@@ -21,7 +21,6 @@ from megatron_dynmo.dynamics.protocol import Dynamic, LayerFactors, Step
 from megatron_dynmo.errors import ConfigError
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Change:
     """What one dynamic did after a step.
