@@ -179,3 +179,18 @@ def test_a_checkpoint_is_evaluated_with_the_capacity_that_it_was_trained_to():
     assert routed._capacity == 0.25
     routed.begin_iteration(3)
     assert routed._capacity == 1.0
+
+
+def test_tokens_leave_an_evaluated_checkpoint_as_they_left_it_in_training():
+    from megatron_dynmo.dynamics.early_exit import EarlyExit
+
+    sizes = {"hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 2, "kv_channels": 4}
+    more = {"group_query_attention": False, "num_query_groups": None, "seq_length": 8}
+    args = Namespace(**{**ARGS, "num_experts": None}, **sizes, **more, swiglu=False, iteration=0)
+    args.transformer_impl = "local"
+    config = DynMoConfig(early_exit="saturation", early_exit_threshold="1:0.5;50:0.9")
+    leaving = EarlyExit(config, args)
+    args.iteration = 49
+    assert leaving._threshold == 0.9
+    leaving.begin_iteration(1)
+    assert leaving._threshold == 0.5
