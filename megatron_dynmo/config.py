@@ -173,6 +173,7 @@ class DynMoConfig(
             )
         for group in FLAG_GROUPS:
             group.check(self)
+            self._refuse_idle(group)
         if self.dynamics and self.mode == "off":
             raise ConfigError(
                 f"{' and '.join(self.dynamics)} patch Megatron, which --dynmo-mode off does not; "
@@ -187,10 +188,32 @@ class DynMoConfig(
 
             read_emulation(self.emulate)  # a wrong file is a mistake in a flag
 
+    def _refuse_idle(self, group: type[FlagGroup]) -> None:
+        """Refuse settings of a dynamic that is off: a run without it is not what was meant."""
+        if group.kind is None or group.is_on(self):
+            return
+        switch, *settings = dataclasses.fields(group)  # type: ignore[arg-type]
+        given = [item for item in settings if getattr(self, item.name) != item.default]
+        if given:
+            names = " and ".join(PREFIX + item.name.replace("_", "-") for item in given)
+            raise ConfigError(
+                f"{names}: no effect without {PREFIX}{switch.name.replace('_', '-')}; add it, or "
+                "leave the rest out"
+            )
+
     @property
     def dynamics(self) -> tuple[str, ...]:
         """The kinds of dynamics that are on, in their fixed order."""
         return tuple(g.kind for g in FLAG_GROUPS if g.kind is not None and g.is_on(self))
+
+    @property
+    def follows_layers(self) -> bool:
+        """Whether gradients are reduced, and optimizer state is cut, layer by layer.
+
+        With dynamics there is no stock run to be equal to, but a run that never moves must equal
+        one that does.
+        """
+        return self.mode == "balance" or bool(self.dynamics)
 
     @property
     def forced_moves(self) -> tuple[ForcedMove, ...]:

@@ -32,8 +32,8 @@ def prepare(args: Namespace) -> None:
         from megatron_dynmo.dynamics import dynamics  # only where asked for: they import kernels
 
         dynamics.require_supported(config, args)
-        dynamics.restored_state(args, saved)
-    checkpoint.require_same_buckets(args, saved, config.mode == "balance")
+    checkpoint.restore_dynamics(args, saved, config.dynamics)
+    checkpoint.require_same_buckets(args, saved, config.follows_layers)
     if getattr(args, "use_checkpoint_args", False):
         return  # as above
     support.require_legal_split(args)

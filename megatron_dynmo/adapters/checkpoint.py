@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 
+import orjson
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -31,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 # Attribute of Megatron's arguments: what decisions rest on, as JSON text.
 MEMORY = "dynmo_memory"
+# The same: the state of all dynamics, as JSON text; only runs with dynamics have one.
+DYNAMICS = "dynmo_dynamics"
+# Kinds that change nothing of a step: a run may go on without them.
+WATCHING = frozenset({"moe"})
 
 
 def restore_memory(args: Namespace, saved: Namespace | None) -> None:
@@ -43,6 +49,35 @@ def restore_memory(args: Namespace, saved: Namespace | None) -> None:
     memory = getattr(saved, MEMORY, None)
     if isinstance(memory, str) and not args.finetune:
         setattr(args, MEMORY, memory)
+
+
+def restore_dynamics(args: Namespace, saved: Namespace | None, kinds: Sequence[str]) -> None:
+    """Take the state of the dynamics from the checkpoint that is loaded, if it has one.
+
+    Args:
+        args: parsed; the text is put where it will be saved from again.
+        saved: what `saved_arguments` found.
+        kinds: the dynamics of this run.
+
+    Raises:
+        ConfigError: This run has no dynamics: it would go on with another model, unnoticed where
+            the weights fit.
+    """
+    text = getattr(saved, DYNAMICS, None)
+    if not isinstance(text, str) or args.finetune:
+        return
+    if kinds:
+        setattr(args, DYNAMICS, text)  # the rest is checked where it is taken up
+        return
+    try:
+        names = sorted({*orjson.loads(text)} - WATCHING)
+    except (ValueError, TypeError):
+        names = ["dynamics"]
+    if names:
+        raise ConfigError(
+            f"the checkpoint in {args.load} was saved with {' and '.join(names)} in use; give the "
+            "same flags again, or take only the weights with --finetune"
+        )
 
 
 def restore_layout(args: Namespace, saved: Namespace | None) -> None:
@@ -89,17 +124,17 @@ def restore_layout(args: Namespace, saved: Namespace | None) -> None:
     logger.info("resuming under the layout of the checkpoint, %s", layout)
 
 
-def require_same_buckets(args: Namespace, saved: Namespace | None, balances: bool) -> None:
+def require_same_buckets(args: Namespace, saved: Namespace | None, by_layer: bool) -> None:
     """Refuse a checkpoint whose distributed-optimizer state was cut otherwise than it will be.
 
-    Balance mode gives every layer a bucket of its own, stock Megatron does not. Megatron's default
-    format stores the state bucket by bucket; the fully reshardable one stores it by parameter and
-    suits every mode, layout and number of stages.
+    Balance mode and dynamics give every layer a bucket of its own, stock Megatron does not.
+    Megatron's default format stores the state bucket by bucket; the fully reshardable one stores it
+    by parameter and suits every mode, layout and number of stages.
 
     Args:
         args: parsed, not validated.
         saved: what `saved_arguments` found.
-        balances: whether this run is in balance mode.
+        by_layer: whether this run gives every layer a bucket of its own.
 
     Raises:
         ConfigError: Names both ways and what helps.
@@ -108,18 +143,23 @@ def require_same_buckets(args: Namespace, saved: Namespace | None, balances: boo
         return
     if saved is None or not getattr(saved, "use_distributed_optimizer", False):
         return
-    was_balanced = getattr(saved, "dynmo_mode", None) == "balance"
+    was_by_layer = getattr(saved, "dynmo_mode", None) == "balance" or bool(
+        getattr(saved, DYNAMICS, None)
+    )
     is_by_parameter = getattr(saved, "dist_ckpt_optim_fully_reshardable", False)
-    if was_balanced == balances or is_by_parameter:
+    if was_by_layer == by_layer or is_by_parameter:
         return
-    cut = "a bucket for each layer" if was_balanced else "Megatron's own buckets"
+    cut = "a bucket for each layer" if was_by_layer else "Megatron's own buckets"
     # Not off: Megatron alone saves the format that every mode loads, but shifted.
-    other = "balance" if was_balanced else "observe"
+    other = "balance" if was_by_layer else "observe"
+    dynamics = " with dynamics" if by_layer and args.dynmo_mode == "observe" else ""
+    without = " and without dynamics" if dynamics else ""
     raise ConfigError(
         f"the distributed optimizer's state in {args.load} is stored in {cut}, which --dynmo-mode "
-        f"{'balance' if balances else 'observe'} cannot load; go on with --dynmo-mode {other} and "
-        "save once with --dist-ckpt-optim-fully-reshardable, which every mode can load, or take "
-        "only the weights with --no-load-optim"
+        f"{'balance' if args.dynmo_mode == 'balance' else 'observe'}{dynamics} cannot load; go on "
+        f"with --dynmo-mode {other}{without} and save once with "
+        "--dist-ckpt-optim-fully-reshardable, which every mode can load, or take only the weights "
+        "with --no-load-optim"
     )
 
 

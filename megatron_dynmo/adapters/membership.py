@@ -15,11 +15,10 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.training.async_utils import maybe_finalize_async_save
 
-from megatron_dynmo.adapters.checkpoint import MEMORY
+from megatron_dynmo.adapters.checkpoint import DYNAMICS, MEMORY
 from megatron_dynmo.adapters.process_groups import renumber_optimizer
 from megatron_dynmo.adapters.topology import Topology
 from megatron_dynmo.adapters.world import FormGroups, World
-from megatron_dynmo.dynamics.dynamics import STATE
 from megatron_dynmo.elastic.packing import StageMap
 from megatron_dynmo.layout import LayerLayout
 
@@ -31,7 +30,7 @@ _PROGRESS = (
     "consumed_valid_samples",
     "num_floating_point_operations_so_far",
     MEMORY,
-    STATE,
+    DYNAMICS,
 )
 
 

@@ -15,12 +15,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
+from megatron_dynmo.adapters.checkpoint import DYNAMICS, WATCHING
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.dynamics.protocol import Dynamic, LayerFactors, Step
 from megatron_dynmo.errors import ConfigError
-
-# Attribute of Megatron's arguments: the state of all dynamics as JSON text; it is in checkpoints.
-STATE = "dynmo_dynamics"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,9 +164,9 @@ class Dynamics:
             what = kind.after_step(step)
             if what is not None:
                 changes.append(Change(kind.kind, dict(what)))
-        if changes:
-            for chunk in step.run.stage.chunks:
-                self.tell_checkpoints(chunk.block.config)
+        # After every step: the first snapshots of a freezing rule are no event.
+        for chunk in step.run.stage.chunks:
+            self.tell_checkpoints(chunk.block.config)
         self.remember()
         return changes
 
@@ -208,7 +206,7 @@ class Dynamics:
     def remember(self) -> None:
         """Put the state where checkpoints take it from."""
         states = {kind.kind: kind.state() for kind in self._kinds}
-        setattr(self._args, STATE, orjson.dumps(states).decode())
+        setattr(self._args, DYNAMICS, orjson.dumps(states).decode())
 
     def restore(self) -> None:
         """Take the state over that lies in the arguments: a checkpoint's, or that of the run.
@@ -216,7 +214,7 @@ class Dynamics:
         Raises:
             ConfigError: It does not fit.
         """
-        text = getattr(self._args, STATE, None)
+        text = getattr(self._args, DYNAMICS, None)
         if text is None:
             return
         try:
@@ -227,7 +225,7 @@ class Dynamics:
                 f"the state of the dynamics in the checkpoint cannot be read: {error}; "
                 "resume from an older checkpoint"
             ) from error
-        for missing in sorted(saved - {kind.kind for kind in self._kinds}):
+        for missing in sorted(saved - {kind.kind for kind in self._kinds} - WATCHING):
             raise ConfigError(
                 f"the checkpoint was saved with {missing} in use; give the same flags again, or "
                 "load only the weights of a run that used none"
@@ -239,15 +237,3 @@ class Dynamics:
     @property
     def _names(self) -> str:
         return " and ".join(kind.kind for kind in self._kinds)
-
-
-def restored_state(args: Namespace, saved: Namespace | None) -> None:
-    """Take the state of the dynamics from the checkpoint that is loaded, if it has one.
-
-    Args:
-        args: parsed; the text is put where it will be saved from again.
-        saved: Megatron's arguments in the checkpoint; None without one.
-    """
-    text = getattr(saved, STATE, None)
-    if isinstance(text, str) and not args.finetune:
-        setattr(args, STATE, text)

@@ -48,7 +48,7 @@ class EarlyExit(Dynamic):
         num_bytes = 1 if config.early_exit_classes <= 256 else 2
         self._num_class_bytes = num_bytes if self._has_heads else 0
         self._channel = SideChannel(1 + self._num_class_bytes, self._first_columns)
-        self._iteration = int(getattr(args, "iteration", 0) or 0) + 1
+        self._now: int | None = None
         self._tally = Tally(args.num_layers)
         self._shares = layer_shares(args, config.early_exit_classes if self._has_heads else 0)
         self._announced = [1.0] * args.num_layers
@@ -61,7 +61,9 @@ class EarlyExit(Dynamic):
 
     @property
     def _threshold(self) -> float:
-        return self._schedule.at(self._iteration)
+        if self._now is None:  # evaluation of a checkpoint, before or without any training
+            return self._schedule.at(int(getattr(self.args, "iteration", 0) or 0) + 1)
+        return self._schedule.at(self._now)
 
     def _is_exit(self, layer_number: int) -> bool:
         """Whether tokens may leave after a layer."""
@@ -211,7 +213,7 @@ class EarlyExit(Dynamic):
 
     def begin_iteration(self, iteration: int) -> None:
         """See `Dynamic.begin_iteration`."""
-        self._iteration = iteration
+        self._now = iteration
         self._tally.clear()
 
     def after_step(self, step: Step) -> Mapping[str, Any] | None:

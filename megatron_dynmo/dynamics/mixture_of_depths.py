@@ -99,7 +99,7 @@ class MixtureOfDepths(Dynamic):
         super().__init__(config, args)
         self._schedule = CapacitySchedule.parse(config.mod_capacity)
         self._predicts = config.mod_routing == "threshold"
-        self._capacity = self._schedule.at(1)
+        self._now: float | None = None  # the capacity; until the first iteration begins, by args
         self._announced: float | None = None
         self._tally = _Tally(args.num_layers)
         self._counters: dict[str, float] = {}
@@ -165,13 +165,13 @@ class MixtureOfDepths(Dynamic):
 
     def begin_iteration(self, iteration: int) -> None:
         """Take up the capacity of an iteration."""
-        self._capacity = self._schedule.at(iteration)
+        self._now = self._schedule.at(iteration)
 
     def after_step(self, step: Step) -> Mapping[str, Any] | None:
         """Count, and say when the next iteration has another capacity."""
         if self._predicts and step.iteration % step.run.log_interval == 0:
             self._counters = self._tally.collect(step.run.device)
-        self._capacity = self._schedule.at(step.iteration + 1)
+        self._now = self._schedule.at(step.iteration + 1)
         if self._capacity == self._announced:
             return None
         self._announced = self._capacity
@@ -216,6 +216,12 @@ class MixtureOfDepths(Dynamic):
     @property
     def _is_weighted(self) -> bool:
         return self.config.mod_weighting == "sigmoid"
+
+    @property
+    def _capacity(self) -> float:
+        if self._now is None:  # evaluation of a checkpoint, before or without any training
+            return self._schedule.at(int(getattr(self.args, "iteration", 0)) + 1)
+        return self._now
 
     @property
     def _num_slots(self) -> int:

@@ -19,10 +19,12 @@ from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.dynamics.layer_work import WorkShares, is_moe_layer
 from megatron_dynmo.dynamics.moe_skew import expert_weights, logit_bias, noise_seed
 from megatron_dynmo.dynamics.protocol import Dynamic, LayerFactors, Step
+from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.flags.moe import SkewSpec
 
 # A change of a layer's skew that is worth an event, relative to the last one reported.
 _NEWS = 0.1
+_NO_BACKWARD = -1
 
 
 class ExpertLoad(Dynamic):
@@ -117,6 +119,30 @@ class ExpertLoad(Dynamic):
             found[f"rank_max_over_mean/layer_{number}"] = rank
         return found
 
+    def state(self) -> Any:
+        """See `Dynamic.state`: whether the ranks meet over an event depends on the last one."""
+        return {
+            name: {str(number): pair for number, pair in loads.items()}
+            for name, loads in (("loads", self._loads), ("reported", self._reported))
+        }
+
+    def restore(self, state: Any) -> None:
+        """See `Dynamic.restore`."""
+        if state is None:  # of a version that kept none
+            return
+        try:
+            self._loads, self._reported = (
+                {int(n): (float(pair[0]), float(pair[1])) for n, pair in state[name].items()}
+                for name in ("loads", "reported")
+            )
+        except (TypeError, KeyError, ValueError, IndexError, AttributeError) as error:
+            raise ConfigError(f"the state of moe is damaged: {error!r}") from error
+        if not {*self._loads, *self._reported} <= {*self._layers}:
+            raise ConfigError(
+                f"the state of moe is that of layers {sorted(self._loads)}, but the MoE layers of "
+                f"this model are {self._layers}"
+            )
+
     def _factor(self, layer_number: int) -> LayerFactors:
         experts = WorkShares.of_run(self.args, is_moe=True).experts
         factor = 1 + experts * (self._loads[layer_number][1] - 1)
@@ -130,8 +156,9 @@ class ExpertLoad(Dynamic):
 
     def _count(self, layer_number: int, router: Any, args: Any, output: Any) -> None:
         """Hook: add up the tokens of each expert, once for each micro-batch."""
-        is_recomputed = router.config.recompute_granularity is not None
-        if not router.training or (is_recomputed and not torch.is_grad_enabled()):
+        # What is recomputed runs in the midst of a backward pass. Whether it has a graph does not
+        # tell: a layer of a frozen front never has one.
+        if not router.training or torch._C._current_graph_task_id() != _NO_BACKWARD:
             return
         tokens = output[1].detach().sum(dim=0, dtype=torch.float64)
         self._counts[layer_number] = self._counts.get(layer_number, 0) + tokens

@@ -75,9 +75,10 @@ class Dynamic:
     def shape(self, layer: Any) -> None:
         """Give a layer the form that the present state asks for.
 
-        Called once for each layer that Megatron has just built, before it is cast, moved to its
-        device or wrapped: at the start, on resume, and where a moved layer arrives, whose tensors
-        are filled in later. Draws from no random stream that training uses.
+        Called once for each layer that Megatron has just built, for the last kind first, so that a
+        kind finds what runs inside of it; before the layer is cast, moved to its device or wrapped:
+        at the start, on resume, and where a moved layer arrives, whose tensors are filled in later.
+        Draws from no random stream that training uses.
 
         Args:
             layer: a TransformerLayer with its global `layer_number`; not yet in use.

@@ -69,9 +69,7 @@ def specs_for(config: DynMoConfig, *, on_cpu: bool) -> tuple[PatchSpec, ...]:
         chosen += freezing.specs()
     if "early_exit" in config.dynamics:
         chosen += side_channel.specs()
-    # With dynamics there is no stock run to be equal to, but a run that never moves must equal one
-    # that does.
-    if config.mode == "balance" or config.dynamics:
+    if config.follows_layers:
         chosen += buckets.specs() + numerics.specs()
     if config.packs:
         chosen += elastic.specs()

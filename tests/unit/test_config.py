@@ -192,3 +192,20 @@ def test_a_log_dir_that_is_a_file_is_refused(tmp_path):
 def test_the_settings_cannot_change_under_way():
     with pytest.raises(dataclasses.FrozenInstanceError):
         DynMoConfig().mode = "off"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mod_capacity": "0.25"}, "--dynmo-mod-capacity: no effect without --dynmo-mod;"),
+        (
+            {"freeze_keep": 2, "freeze_interval": 5},
+            "interval and --dynmo-freeze-keep: no effect without --dynmo-freeze;",
+        ),
+        ({"prune_final": 0.5}, "--dynmo-prune-final: no effect without --dynmo-prune;"),
+        ({"sparse_attention_rounds": 2}, "no effect without --dynmo-sparse-attention;"),
+    ],
+)
+def test_settings_of_a_dynamic_that_is_off_are_a_mistake(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        DynMoConfig(**settings)

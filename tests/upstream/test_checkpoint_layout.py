@@ -5,7 +5,13 @@ from argparse import Namespace
 import pytest
 import torch
 
-from megatron_dynmo.adapters.checkpoint import restore_layout, saved_arguments
+from megatron_dynmo.adapters.checkpoint import (
+    require_same_buckets,
+    restore_dynamics,
+    restore_layout,
+    saved_arguments,
+)
+from megatron_dynmo.errors import ConfigError
 
 
 def save(folder, iteration, layout):
@@ -71,3 +77,49 @@ def test_a_file_that_would_run_code_is_left_alone(tmp_path, caplog):
     restore_layout(args, saved_arguments(args))
     assert args.pipeline_model_parallel_layout is None
     assert "cannot read the arguments in the checkpoint" in caplog.text
+
+
+def resuming(**changed):
+    return Namespace(
+        **{
+            "load": "runs/1",
+            "finetune": False,
+            "no_load_optim": None,
+            "use_distributed_optimizer": True,
+            "dynmo_mode": "observe",
+            **changed,
+        }
+    )
+
+
+def test_a_run_without_dynamics_does_not_go_on_where_one_with_them_stopped():
+    saved = Namespace(dynmo_dynamics='{"sparse_attention":{"buckets":[4]},"moe":null}')
+    with pytest.raises(ConfigError, match="runs/1 was saved with sparse_attention in use"):
+        restore_dynamics(resuming(), saved, ())
+    args = resuming()
+    restore_dynamics(args, saved, ("sparse_attention",))
+    assert args.dynmo_dynamics == saved.dynmo_dynamics
+    restore_dynamics(resuming(finetune=True), saved, ())
+    restore_dynamics(resuming(), Namespace(dynmo_dynamics='{"moe":null}'), ())
+    restore_dynamics(resuming(), None, ())
+
+
+@pytest.mark.parametrize(
+    ("mode", "dynamics", "by_layer", "message"),
+    [
+        ("observe", None, True, "Megatron's own buckets"),
+        ("observe", '{"freezing":{}}', True, None),
+        ("observe", '{"moe":null}', False, "a bucket for each layer"),
+        ("balance", None, True, None),
+        ("observe", None, False, None),
+    ],
+)
+def test_dynamics_cut_the_sharded_state_by_layer_in_observe_mode_too(
+    mode, dynamics, by_layer, message
+):
+    saved = Namespace(dynmo_mode=mode, dynmo_dynamics=dynamics, use_distributed_optimizer=True)
+    if message is None:
+        require_same_buckets(resuming(), saved, by_layer)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            require_same_buckets(resuming(), saved, by_layer)
