@@ -6,6 +6,7 @@ numbers that all ranks have to the last bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,7 +93,8 @@ class AutoFreeze(Rule):
 
     def decide(self, step: Step, num_frozen: int) -> int:
         """See `Rule.decide`; one all_reduce a step."""
-        if step.grad_norm is not None:  # else the step was skipped
+        # Without a norm the step was skipped; one that is not finite says nothing of the layers.
+        if step.grad_norm is not None and math.isfinite(step.grad_norm):
             norms = gradient_norms(step.run.stage, step.run.device)
             share = _clip_share(step.grad_norm, step.run.args.clip_grad)
             self._sums = [
