@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dynmo.telemetry.events import read_events
-from tests.e2e.matrix import OVERLAP
+from tests.e2e.matrix import OVERLAP, TP
 from tests.e2e.parity import EVENTS_FILE, Cell, Trace, drop_in, read_trace
 from tests.e2e.training import TINY_GPT
 from tests.ranks import RanksFailed, run_ranks
@@ -38,6 +38,9 @@ MATRIX = (
          "alltoall", "--expert-model-parallel-size", "2", "--moe-aux-loss-coeff", "1e-2"),
     cell("dropout by layer, PP 3", 3, 3, "2:2;5:3", "--num-layers", "6", "--dynmo-layer-rng",
          "--attention-dropout", "0.1", "--hidden-dropout", "0.1"),
+    cell("bf16, PP 4 x 2 virtual stages", 4, 4, "2:2;5:4", "--bf16", "--num-layers", "8",
+         "--num-virtual-stages-per-pipeline-rank", "2"),
+    cell("fp32, PP 3 x TP 2 with sequence parallel", 6, 3, "2:2;5:3", "--num-layers", "6", *TP),
 )  # fmt: skip
 
 
