@@ -6,6 +6,7 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from megatron_dynmo.dynamics.protocol import LayerFactors
 from megatron_dynmo.dynamics.replacement import Replacement
 from megatron_dynmo.dynamics.threshold import Piece, smallest
 from megatron_dynmo.errors import ConfigError
+
+_Place = tuple[int, int]  # layer from 0 and number of the matrix
 
 _COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
 _SPARSE = Crossover(1.0, 1.0, 1.0)
@@ -42,6 +45,11 @@ class MagnitudePruning:
             [self._sizes.num_weights(name) // self._tp_size] * self._tp_size for name in MATRICES
         ]
         self._left = torch.tensor([whole] * self.num_layers)  # [layers, matrices, tp]
+        # What stays of a matrix at least: a tenth of what stays of all on average.
+        share = (1 - Fraction(repr(config.prune_final))) / 10
+        self._fewest = torch.tensor(
+            [math.ceil(share * self._sizes.num_weights(name)) for name in MATRICES]
+        )
         self._fixed = _FIXED.get(config.prune_compute)
         self._measured: dict[str, Crossover] | None = None
         self._age = Age()
@@ -66,29 +74,14 @@ class MagnitudePruning:
         """See `PruningMethod.prune`."""
         device, dtype = run.topology.device, run.stage.config.params_dtype
         self._calibrate(dtype, device)
-        # Tensor- and pipeline-parallel ranks hold each weight once; data-parallel replicas, equal
-        # bit by bit, find the same.
-        group = mpu.get_model_parallel_group()
         held = {
             (number - 1, at): linear
             for number, layer in sorted(run.stage.layers().items())
             for at, linear in enumerate(_linears(layer))
         }
         pieces = {place: self._piece(*place, linear) for place, linear in held.items()}
-        bound = smallest(
-            list(pieces.values()),
-            amount,
-            num_indices=self._total,
-            dtype=dtype,
-            device=device,
-            group=group,
-        )
-        removed = {place: bound.selected(piece) for place, piece in pieces.items()}
-        lost = torch.zeros_like(self._left, device=device)
-        for (layer, at), selected in removed.items():
-            lost[layer, at, held[layer, at].tp_group.rank()] = selected.sum()
-        dist.all_reduce(lost, group=group)
-        left = self._left - lost.cpu()
+        removed = self._select(pieces, amount, dtype, device)
+        left = self._left - self._count(removed, device)
         self._require_something_left(left)
         self._left = left
         replaced = []
@@ -98,6 +91,54 @@ class MagnitudePruning:
                 replaced.append(remove_weights(held[place], selected, self._age))
             held[place].dynmo_products = self._crossover(place[1]).products(self._density(*place))
         return replaced
+
+    def _select(
+        self, pieces: Mapping[_Place, Piece], amount: int, dtype: torch.dtype, device: torch.device
+    ) -> dict[_Place, torch.Tensor]:
+        """Choose the smallest weights of the model, but leave something of every matrix.
+
+        Megatron begins the matrices that write into the residual stream with smaller numbers, so
+        that they would be emptied first. A matrix that would lose more than it may loses just
+        that, its own smallest weights, and the rest is chosen among the others.
+
+        Returns:
+            For each matrix here, which of its present weights go.
+
+        Collective:
+            The model-parallel group, then the tensor-parallel group of a stage that has such
+            matrices.
+        """
+        # Tensor- and pipeline-parallel ranks hold each weight once; data-parallel replicas, equal
+        # bit by bit, find the same.
+        find = partial(smallest, num_indices=self._total, dtype=dtype, device=device)
+        most = self._left.sum(-1) - self._fewest
+        emptied: dict[_Place, int] = {}
+        while True:
+            others = {place: piece for place, piece in pieces.items() if place not in emptied}
+            rest = amount - sum(emptied.values())
+            bound = find(list(others.values()), rest, group=mpu.get_model_parallel_group())
+            removed = {place: bound.selected(piece) for place, piece in others.items()}
+            over = (self._count(removed, device).sum(-1) > most).nonzero().tolist()
+            if not over:
+                break
+            emptied |= {(layer, at): int(most[layer, at]) for layer, at in over}
+        for place, piece in pieces.items():
+            if place in emptied:
+                own = find([piece], emptied[place], group=mpu.get_tensor_model_parallel_group())
+                removed[place] = own.selected(piece)
+        return removed
+
+    def _count(self, removed: Mapping[_Place, torch.Tensor], device: torch.device) -> torch.Tensor:
+        """How many weights go, of each matrix on each tensor-parallel rank; as `_left`.
+
+        Collective:
+            The model-parallel group.
+        """
+        lost = torch.zeros_like(self._left, device=device)
+        for (layer, at), selected in removed.items():
+            lost[layer, at, mpu.get_tensor_model_parallel_rank()] = selected.sum()
+        dist.all_reduce(lost, group=mpu.get_model_parallel_group())
+        return lost.cpu()
 
     def _calibrate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Measure once in a run, on rank 0: all ranks, layouts and resumes must do the same.

@@ -33,6 +33,8 @@ def prune(rank, world_size, tp_size, kind, gated):
         model_parallel_cuda_manual_seed(1)
         torch.manual_seed(1)
         layers = build_layers(tp_size, gated)
+        with torch.no_grad():
+            layers[1].self_attention.linear_proj.weight.mul_(1e-3)  # would be emptied first
         run = SimpleNamespace(
             topology=Topology.of_this_rank(),
             stage=SimpleNamespace(layers=lambda: layers, config=layers[1].config),
@@ -148,6 +150,7 @@ def test_tensor_and_data_parallel_runs_prune_the_same(kind, gated):
         total = sum(map(len, alone.values()))
         whole = LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * FFN)
         assert total == whole - whole * 6 // 10
+        assert len(alone[1, "proj"]) == 11, "a tenth of 40 % of 256, rounded up"
         assert [t for s in state["left"] for m in s for t in m] == [
             len(alone[place]) for place in alone
         ]

@@ -70,7 +70,7 @@ def test_what_was_pruned_stays_so_through_steps_moves_and_a_resume(kind, tmp_pat
     # A move sends weights and two moments, and for each weight or neuron that is left its place.
     places = left.weights if kind == "magnitude" else left.neurons
     assert whole.moved_bytes - left.moved_bytes == 12 * (whole.numbers - left.numbers) - 4 * places
-    before, _, after = (event["bytes"] for event in read_trace(tmp_path / "log").migrations)
+    _, before, after = (event["bytes"] for event in read_trace(tmp_path / "log").migrations)
     share = {n: layers[2][0] + layers[3][0] for n, layers in ((0, moved[1]), (1, moved[2]))}
     assert before - after == share[0] - share[1]
 
