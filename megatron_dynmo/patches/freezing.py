@@ -199,9 +199,9 @@ def specs() -> tuple[PatchSpec, ...]:
             kind=Kind.WRAP,
             factory=_common_step,
             params=("state_dict",),
-            reason="a checkpoint holds one step, which rank 0 writes: it fails where thawed parameters "
-            "have made fewer, and is missing where all of rank 0 is frozen; the dynamic's state in "
-            "the checkpoint says what each has made",
+            reason="a checkpoint holds one step, which rank 0 writes: saving fails where thawed "
+            "parameters have made fewer, and it is missing where all of rank 0 is frozen; the "
+            "dynamic's state in the checkpoint says what each has made",
             seam_tried="one step for all: the first updates of a thawed layer would be several "
             "times too large",
             remove_when="checkpoints hold a step for each parameter",
