@@ -91,6 +91,15 @@ class Freezing(Dynamic):
         return found
 
     @property
+    def optimizer_steps(self) -> float | None:
+        """Steps of a parameter that was never frozen; None where they are not counted by parameter.
+
+        Torch's Adam does that. None too before the first step.
+        """
+        counts = self.args.optimizer == "adam" and not distrib_optimizer.HAVE_APEX_OR_TE
+        return self._steps if counts and self._steps and self._steps > 0 else None
+
+    @property
     def _freezes_embedding(self) -> bool:
         return self.config.freeze_embedding == "auto" and not self._has_tied_embedding
 

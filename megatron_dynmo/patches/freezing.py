@@ -6,16 +6,24 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from megatron_dynmo.patches.training import controller
 from megatron_dynmo.patching.spec import Kind, PatchSpec
 
 
-def _front() -> Any:
-    """The `FrozenFront` of the run; None before its layers are built."""
+def _freezing() -> Any:
+    """The `Freezing` of the run; None before its layers are built."""
     active = controller()
     if active is None or active.dynamics is None:
         return None
-    return next(kind.front for kind in active.dynamics if kind.kind == "freezing")
+    return next(kind for kind in active.dynamics if kind.kind == "freezing")
+
+
+def _front() -> Any:
+    """The run's `FrozenFront`; None before its layers are built."""
+    freezing = _freezing()
+    return None if freezing is None else freezing.front
 
 
 class _NothingToWaitFor:
@@ -94,8 +102,9 @@ def _frozen_from_the_start(original: Callable[..., None]) -> Callable[..., None]
 def _common_step(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(original)
     def _extract_common_per_param_step(state_dict: Any) -> Any:
-        steps = [s["step"] for s in state_dict["state"].values() if s.get("step") is not None]
-        return max(steps, key=float) if steps else original(state_dict)
+        freezing = _freezing()
+        steps = None if freezing is None else freezing.optimizer_steps
+        return original(state_dict) if steps is None else torch.tensor(steps)
 
     return _extract_common_per_param_step
 
@@ -190,8 +199,9 @@ def specs() -> tuple[PatchSpec, ...]:
             kind=Kind.WRAP,
             factory=_common_step,
             params=("state_dict",),
-            reason="thawed parameters count their own steps, at which saving a checkpoint raises; "
-            "the dynamic's state in the checkpoint says how many",
+            reason="a checkpoint holds one step, which rank 0 writes: saving fails where thawed "
+            "parameters have made fewer, and it is missing where all of rank 0 is frozen; the "
+            "dynamic's state in the checkpoint says what each has made",
             seam_tried="one step for all: the first updates of a thawed layer would be several "
             "times too large",
             remove_when="checkpoints hold a step for each parameter",

@@ -17,6 +17,7 @@ ARGS = {
     "num_layers": 4,
     "untie_embeddings_and_output_weights": True,
     "no_load_optim": None,
+    "optimizer": "adam",
     "recompute_granularity": None,
     "fp8": None,
     "fp4": None,
@@ -186,3 +187,12 @@ def test_the_final_norm_and_the_output_layer_stay_and_the_embedding_where_it_is_
         dynamic._num_frozen = num_frozen
         found = [dynamic._is_frozen(unit) for unit in (-1, 0, 1, 4)]
         assert found == [False, not is_tied and num_frozen > 0, num_frozen > 0, num_frozen > 3]
+
+
+def test_the_step_that_a_checkpoint_holds_is_known_where_nothing_is_trained():
+    dynamic = freezing()
+    assert dynamic.optimizer_steps is None
+    dynamic._steps = 7.0
+    assert dynamic.optimizer_steps == 7.0
+    dynamic.args.optimizer = "sgd"
+    assert dynamic.optimizer_steps is None
