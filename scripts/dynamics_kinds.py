@@ -213,7 +213,13 @@ KINDS: tuple[Kind, ...] = (
         ),
         emulated_flags=hashed_attention(("19-24", "13-18", "7-12"), (16, 8, 4)),
     ),
-    Kind("early exit", early_exit("saturation", 1.0, 0.95), 4.52),
+    # With these, tokens leave in the middle of 8 layers, and in the first third of 24.
+    Kind(
+        "early exit",
+        early_exit("saturation", 1.0, 0.97),
+        4.52,
+        emulated_flags=early_exit("saturation", 1.0, 0.99),
+    ),
     # Ten layers: with four a stage, both stages would have as many layers that are routed.
     Kind("Mixture of Depths", mixture_of_depths, 1.17, real_model=words("--num-layers 10")),
 )
