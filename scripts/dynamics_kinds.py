@@ -138,6 +138,19 @@ def hashed_attention(layers: tuple[str, ...], buckets: tuple[int, ...]) -> Flags
     return flags
 
 
+def early_exit(how: str, first: float, last: float) -> Flags:
+    """The threshold falls from first to last between a tenth and half of the run."""
+
+    def flags(iterations: int) -> tuple[str, ...]:
+        points = f"{at(iterations, 0.1)}:{first};{at(iterations, 0.5)}:{last}"
+        return (
+            *("--dynmo-early-exit", how, "--dynmo-early-exit-min-layer", "2"),
+            *("--dynmo-early-exit-threshold", points),
+        )
+
+    return flags
+
+
 def mixture_of_depths(iterations: int) -> tuple[str, ...]:
     """Every other layer, down to an eighth of the tokens in two steps."""
     half, eighth = at(iterations, 0.15), at(iterations, 0.3)
@@ -200,6 +213,13 @@ KINDS: tuple[Kind, ...] = (
         ),
         emulated_flags=hashed_attention(("19-24", "13-18", "7-12"), (16, 8, 4)),
     ),
+    # With these, tokens leave in the middle of 8 layers, and in the first third of 24.
+    Kind(
+        "early exit",
+        early_exit("saturation", 1.0, 0.97),
+        4.52,
+        emulated_flags=early_exit("saturation", 1.0, 0.99),
+    ),
     # Ten layers: with four a stage, both stages would have as many layers that are routed.
     Kind("Mixture of Depths", mixture_of_depths, 1.17, real_model=words("--num-layers 10")),
 )
@@ -235,5 +255,6 @@ TRIALS: tuple[Trial, ...] = (
     Trial("pruning, neurons", pruning("neuron", "0.75"), 0.3),
     Trial("pruning, heads", pruning("head", "0.5"), 0.3),
     Trial("sparse attention", hashed_attention(("5-6", "3-4"), (4, 2)), 0.3),
+    Trial("early exit", early_exit("saturation", 1.0, 0.95), 0.3, equal_flops=True),
     Trial("Mixture of Depths", mixture_of_depths, 0.3, equal_flops=True),
 )
