@@ -111,9 +111,9 @@ def what_stays(pruned, dense, kind):
     ("kind", "compute", "gated", "ranks"),
     [
         ("magnitude", "dense", True, 2),
-        ("magnitude", "sparse", False, 2),
+        pytest.param("magnitude", "sparse", False, 2, marks=pytest.mark.matrix),
         ("neuron", "auto", True, 2),
-        ("head", "auto", False, 1),
+        pytest.param("head", "auto", False, 1, marks=pytest.mark.matrix),
     ],
 )
 def test_a_pruned_layer_equals_the_masked_dense_one(kind, compute, gated, ranks):

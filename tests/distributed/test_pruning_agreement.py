@@ -132,7 +132,12 @@ def kept_units(owner, count):
 
 
 @pytest.mark.parametrize(
-    ("kind", "gated"), [("magnitude", True), ("neuron", True), ("head", False)]
+    ("kind", "gated"),
+    [
+        ("magnitude", True),
+        pytest.param("neuron", True, marks=pytest.mark.matrix),
+        pytest.param("head", False, marks=pytest.mark.matrix),
+    ],
 )
 def test_tensor_and_data_parallel_runs_prune_the_same(kind, gated):
     ((alone, _),) = run_ranks(prune, 1, 1, kind, gated)

@@ -109,6 +109,7 @@ def test_all_tokens_without_weights_are_the_plain_model_bit_for_bit():
     assert plain["parameters"] == routed["parameters"] and plain["moments"] == routed["moments"]
 
 
+@pytest.mark.matrix
 def test_tensor_parallel_ranks_choose_alike_with_whole_sequences_and_with_parts():
     words = (*MOD, *LLAMA, "--micro-batch-size", "2", "--tensor-model-parallel-size", "2")
     whole, parts = (

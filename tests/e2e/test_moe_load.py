@@ -70,6 +70,7 @@ def test_counts_and_skew_of_ranks_are_those_of_the_routers(tmp_path):
         assert total.index(max(total)) == (number - 1) % EXPERTS
 
 
+@pytest.mark.matrix
 def test_every_way_to_balance_is_counted_once_also_under_recompute(tmp_path):
     ways = {
         "topk": ("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-2"),

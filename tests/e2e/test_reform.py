@@ -11,8 +11,8 @@ SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-pa
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--pipeline-model-parallel-size", "2"),
-        ("--pipeline-model-parallel-size", "2", "--bf16"),
+        pytest.param(("--pipeline-model-parallel-size", "2"), marks=pytest.mark.matrix),
+        pytest.param(("--pipeline-model-parallel-size", "2", "--bf16"), marks=pytest.mark.matrix),
         ("--bf16", *SHARDED),
         pytest.param(("--use-distributed-optimizer",), marks=pytest.mark.matrix),
         pytest.param(("--bf16", *SHARDED, "--dynmo-mode", "observe"), marks=pytest.mark.matrix),
