@@ -116,7 +116,7 @@ EARLY_EXIT = (
         (
             *("--dynmo-early-exit", "confidence", "--dynmo-early-exit-min-layer", "1"),
             *("--dynmo-early-exit-classes", "32"),
-            *("--dynmo-early-exit-threshold", "2:0.04;9:0.032"),
+            *("--dynmo-early-exit-threshold", "2:0.0322"),
         ),
     ),
     Case(
