@@ -116,3 +116,36 @@ def test_the_same_tokens_leave_under_every_layout_and_with_tensor_parallelism():
         assert {number: sorted(each) for number, each in step.items()} == {
             number: sorted(each * 2) for number, each in wanted.items()
         }
+
+
+def heads(step, model, optimizer):
+    """Weights of the exit heads on this rank, by layer."""
+    from megatron_dynmo.adapters.model import chunks_of
+
+    (chunk,) = chunks_of(model)
+    return {
+        layer.layer_number: layer.exit_head.weight.detach().flatten().tolist()
+        for layer in chunk.layers
+        if hasattr(layer, "exit_head")
+    }
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("parallel", [(), ("--sequence-parallel",)], ids=["TP", "SP"])
+def test_heads_learn_the_same_with_tensor_parallelism(parallel):
+    # Plain SGD: with Adam a gradient that is a multiple of the right one would not show.
+    flags = (
+        *("--dynmo-early-exit", "confidence", "--dynmo-early-exit-loss-weight", "1"),
+        *("--dynmo-early-exit-threshold", "2", "--use-cpu-initialization"),
+        *("--optimizer", "sgd", "--lr", "0.5", "--train-iters", "3", "--micro-batch-size", "2"),
+    )
+    (alone,) = run_ranks(train_ours, 1, heads, None, *FLAGS, *flags)
+    for rank in run_ranks(
+        *(train_ours, 2, heads, None, *FLAGS, *flags, "--tensor-model-parallel-size", "2"),
+        *parallel,
+    ):
+        for wanted, found in zip(alone["watched"], rank["watched"], strict=True):
+            assert wanted.keys() == found.keys() == {2, 3}
+            for number in wanted:
+                assert found[number] == pytest.approx(wanted[number], abs=1e-6)
+        assert max(map(abs, rank["watched"][-1][2])) > 1e-3
