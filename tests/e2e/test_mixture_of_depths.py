@@ -123,7 +123,7 @@ def test_tensor_parallel_ranks_choose_alike_with_whole_sequences_and_with_parts(
     wanted = whole[0]["watched"][0]["gradients"]
     assert parts[0]["watched"][0]["gradients"] == pytest.approx(wanted, rel=1e-3)
     losses = [[float.fromhex(s["lm loss"]) for s in r[0]["losses"]] for r in (whole, parts)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
 
 
 def test_what_cannot_be_routed_is_refused_with_the_reason():
