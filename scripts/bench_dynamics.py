@@ -49,8 +49,6 @@ SNAPSHOTS = 5
 
 # Wide enough for the tables where the output is no terminal.
 console = Console(width=None if sys.stdout.isatty() else 130)
-# Megatron's modules warn of what is not installed; read when the server of the ranks starts.
-os.environ.setdefault("PYTHONWARNINGS", "ignore")
 
 
 def main() -> int:
@@ -69,6 +67,8 @@ def main() -> int:
     blocks = args.block or ["real", "emulated"]
     corpus, _ = build_corpus(args.folder / "corpus", vocab_size=512)
     console.print(f"corpus: {corpus.tokens / 1e6:.1f} M tokens, vocabulary {corpus.vocab_size}")
+    # Megatron's modules warn of what is not installed; read when the server of the ranks starts.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
     writes = not args.quick and kinds.DENSE not in chosen
     cells: list[dict[str, Any]] = []
     failed: list[str] = []
