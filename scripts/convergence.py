@@ -231,6 +231,7 @@ def draw(
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), sharey=True)
+    left.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)  # more runs than colours otherwise
     for name, run in [("dense", dense), *((t.name, run) for t, run in learned.items())]:
         left.plot(*_smooth(np.arange(1.0, run.iterations + 1), run), label=name, linewidth=1)
     right.plot(*_smooth(dense.flops, dense), label="dense", linewidth=1)
