@@ -11,6 +11,7 @@ a dense model that trains for as many iterations as their FLOPs buy, learning ra
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -35,12 +36,13 @@ from scripts.dynamics_kinds import (
 )
 from scripts.dynamics_runs import Run, train_traced
 from scripts.results import ROOT, write_results
+from tests.ranks import RanksFailed
 
 COMMAND = "make test-convergence"
 PAGE = ROOT / "docs" / "dynamics" / "convergence.md"
 CURVES = PAGE.with_suffix(".png")
 VOCABULARY = 512
-TIMEOUT_S = 1800
+TIMEOUT_S = 600  # a run
 QUICK_ITERATIONS = 30
 SMOOTHED_OVER = 20  # iterations, in the picture only
 
@@ -88,28 +90,37 @@ def main() -> int:
     corpus, _ = build_corpus(args.folder / "corpus", vocab_size=VOCABULARY)
     chosen = [trial for trial in TRIALS if not args.only or trial.name in args.only]
 
-    def learn(trial: Trial, count: int) -> Learned:
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+
+    def learn(trial: Trial, count: int) -> Learned | None:
         folder = args.folder / f"{trial.name.replace(' ', '-')}-{count}"
         shutil.rmtree(folder, ignore_errors=True)
-        return Learned.of(train_traced(folder, words(trial, count, corpus), timeout_s=TIMEOUT_S))
+        try:
+            run = train_traced(folder, words(trial, count, corpus), timeout_s=TIMEOUT_S)
+        except RanksFailed as error:  # the other runs are still worth their minutes
+            console.print(f"[red]{trial.name} failed[/red]")
+            console.print(str(error), markup=False, highlight=False)
+            return None
+        return Learned.of(run)
 
     with ThreadPoolExecutor(args.jobs) as pool, console.status("training"):
         dense, *found = pool.map(lambda trial: learn(trial, iterations), (DENSE_TRIAL, *chosen))
-        learned = dict(zip(chosen, found, strict=True))
-        bought = {trial: round(learned[trial].flops[-1]) for trial in chosen if trial.equal_flops}
-        short = dict(
-            zip(bought, pool.map(lambda n: learn(DENSE_TRIAL, n), bought.values()), strict=True)
-        )
-    cells = [cell_of(trial, learned[trial], dense, short.get(trial)) for trial in chosen]
+        if dense is None:
+            return 1
+        learned = {t: run for t, run in zip(chosen, found, strict=True) if run is not None}
+        bought = {t: round(run.flops[-1]) for t, run in learned.items() if t.equal_flops}
+        runs = pool.map(lambda count: learn(DENSE_TRIAL, count), bought.values())
+        short = {t: run for t, run in zip(bought, runs, strict=True) if run is not None}
+    cells = [cell_of(trial, run, dense, short.get(trial)) for trial, run in learned.items()]
     show(dense, cells)
-    if not args.quick and not args.only:
+    has_failed = len(learned) < len(chosen) or len(short) < len(bought)
+    if not args.quick and not args.only and not has_failed:
         path = write_results("convergence", "real", COMMAND, cells)
         draw(CURVES, dense, learned, short)
         PAGE.write_text(page(dense, cells))
         console.print(f"written to {path}, {PAGE} and {CURVES}")
-    if args.quick:
-        return 0  # too short to have converged
-    return not all(cell["is_within"] for cell in cells)
+    # A quick run is too short to have converged.
+    return has_failed or not (args.quick or all(cell["is_within"] for cell in cells))
 
 
 def words(trial: Trial, iterations: int, corpus: Any) -> tuple[str, ...]:
@@ -220,6 +231,7 @@ def draw(
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), sharey=True)
+    left.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)  # more runs than colours otherwise
     for name, run in [("dense", dense), *((t.name, run) for t, run in learned.items())]:
         left.plot(*_smooth(np.arange(1.0, run.iterations + 1), run), label=name, linewidth=1)
     right.plot(*_smooth(dense.flops, dense), label="dense", linewidth=1)
