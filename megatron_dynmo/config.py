@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.flags import auto_or_count, count, flag, gigabytes, non_negative, percent
@@ -121,13 +121,13 @@ class DynMoConfig(
     )
     interval: int | None = flag(
         None,
-        "decide every N iterations instead of when the trigger says so",
+        "decide every N iterations instead of when the trigger says so (default: auto)",
         type=auto_or_count,
         metavar="N",
     )
     window: int = flag(3, "iterations measured per decision", type=count, metavar="N")
     cooldown: int | None = flag(
-        None, "iterations to wait after a move", type=auto_or_count, metavar="N"
+        None, "iterations to wait after a move (default: auto)", type=auto_or_count, metavar="N"
     )
     min_gain_pct: float = flag(
         2.0, "predicted gain in percent below which nothing moves", type=percent, metavar="X"
@@ -176,8 +176,9 @@ class DynMoConfig(
             self._refuse_idle(group)
         if self.dynamics and self.mode == "off":
             raise ConfigError(
-                f"{' and '.join(self.dynamics)} patch Megatron, which --dynmo-mode off does not; "
-                "use --dynmo-mode observe to train them without moving layers"
+                f"--dynmo-mode off leaves Megatron unpatched, so there is no "
+                f"{' and no '.join(self.dynamics)}; use --dynmo-mode observe to train with it "
+                "without moving layers"
             )
         if self.log_dir is not None and Path(self.log_dir).is_file():
             raise ConfigError(f"--dynmo-log-dir {self.log_dir} is a file, give a folder")
@@ -226,7 +227,14 @@ class DynMoConfig(
         group = parser.add_argument_group(
             "dynmo", "dynamic load balancing: moves layers between pipeline stages while training"
         )
-        for item in dataclasses.fields(DynMoConfig):
+        # The flags of every run before those of single features.
+        of_groups = {
+            item.name
+            for kind in FLAG_GROUPS
+            for item in dataclasses.fields(kind)  # type: ignore[arg-type]
+        }
+        items = dataclasses.fields(DynMoConfig)
+        for item in sorted(items, key=lambda item: item.name in of_groups):
             options = dict(item.metadata["argparse"])
             if item.type == "bool":
                 options["action"] = "store_true"
@@ -234,7 +242,7 @@ class DynMoConfig(
                 PREFIX + item.name.replace("_", "-"),
                 dest="dynmo_" + item.name,
                 default=item.default,
-                help=item.metadata["help"],
+                help=_help(item),
                 **options,
             )
         return parser
@@ -262,6 +270,14 @@ class DynMoConfig(
             if text == "--dynmo" or text.startswith(PREFIX):
                 raise ConfigError(unknown_flag_message(text.partition("=")[0]))
         return cls.from_namespace(known)
+
+
+def _help(item: dataclasses.Field[Any]) -> str:
+    """The help of a flag with its default, where it has one that is not said already."""
+    text: str = item.metadata["help"]
+    if item.type == "bool" or item.default in (None, "") or "(default" in text:
+        return text
+    return f"{text} (default: {item.default})"
 
 
 def flag_names() -> tuple[str, ...]:

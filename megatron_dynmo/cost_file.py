@@ -1,4 +1,4 @@
-"""Reading and writing costs.json, the file that `dynmo plan` takes and the profiler makes."""
+"""Reading and writing costs.json, which `dynmo plan` takes; `profile` events hold the same."""
 
 from __future__ import annotations
 

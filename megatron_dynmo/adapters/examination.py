@@ -84,6 +84,7 @@ def examine(words: Sequence[str], num_stages: int | None = None) -> Examination:
             "there is one pipeline stage: add --pipeline-model-parallel-size N, or try one by "
             "--stages N"
         )
+    reasons += _dynamics_refused(args, config, words)
     layout = _split(args, config, reasons, notes)
     if getattr(args, "mtp_num_layers", None):
         notes.append("the last layer stays where it is: multi-token prediction hangs on it")
@@ -104,6 +105,24 @@ def _parser() -> argparse.ArgumentParser:
     parser = add_megatron_arguments(_Parser(allow_abbrev=False, add_help=False))
     modelopt.add_arguments(parser)
     return DynMoConfig.add_arguments(parser)
+
+
+def _dynamics_refused(args: Namespace, config: DynMoConfig, words: Sequence[str]) -> list[str]:
+    """What ends the run before training because of the dynamics that it asks for."""
+    if not config.dynamics:
+        return []
+    from megatron_dynmo.dynamics.dynamics import kinds_of  # only where asked for, as in a run
+
+    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+    if on_cpu and not any(word.startswith("--transformer-impl") for word in words):
+        args.transformer_impl = "local"  # as a run on a CPU adds it
+    features = {f"{feature.flag}: {feature.reason}" for feature in support.refusals(args)}
+    return [
+        f"{kind.kind}: {text}"
+        for kind in kinds_of(config)
+        for text in kind.refusals(config, args)
+        if text not in features  # said already
+    ]
 
 
 def _split(

@@ -93,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
     if not _has_costs(args):
         return _check_counts(args)
     subject = _subject(args)
+    if args.check is None:
+        _require_enough_layers(subject.question)
     if args.write_costs is not None:
         _write(args.write_costs, subject.question.costs)
     if args.check is not None:
@@ -250,6 +252,7 @@ def _check(args: argparse.Namespace, subject: _Subject) -> int:
         layout = _layout(
             args, args.check, len(question.costs.layers), question.num_stages, question.mtp_layers
         )
+        _require_same_chunks(args, layout)
     except LayoutError as error:
         return _say_not_legal(args, error)
     if not args.json:
@@ -269,6 +272,7 @@ def _check_counts(args: argparse.Namespace) -> int:
         raise ConfigError("--check without costs needs --num-layers N, the model's decoder layers")
     try:
         layout = parse_layout(args.check, num_layers=args.num_layers, num_stages=_stages(args))
+        _require_same_chunks(args, layout)
     except LayoutError as error:
         return _say_not_legal(args, error)
     layers = tuple(LayerCost(number, 1.0, 2.0) for number in range(1, args.num_layers + 1))
@@ -290,6 +294,16 @@ def _check_counts(args: argparse.Namespace) -> int:
     }
     console.print_json(data=document, indent=None, highlight=False)
     return 0
+
+
+def _require_same_chunks(args: argparse.Namespace, layout: LayerLayout) -> None:
+    """Refuse a layout with other virtual stages than the command line asks for."""
+    if args.virtual_stages is not None and args.virtual_stages != layout.virtual_stages:
+        wanted = layout.num_stages * args.virtual_stages
+        raise LayoutError(
+            f"{layout.num_stages * layout.virtual_stages} chunks on {layout.num_stages} pipeline "
+            f"stages: --virtual-stages {args.virtual_stages} needs {wanted}"
+        )
 
 
 def _say_not_legal(args: argparse.Namespace, error: LayoutError) -> int:
@@ -317,6 +331,19 @@ def _stages(args: argparse.Namespace) -> int:
 
 def _cap_bytes(args: argparse.Namespace) -> float | None:
     return None if args.memory_cap_gb is None else args.memory_cap_gb * _BYTES_PER_GB
+
+
+def _require_enough_layers(question: Question) -> None:
+    """Refuse more chunks than layers, in the words of the command line."""
+    num_layers = len(question.costs.layers)
+    chunks = question.num_stages * question.virtual_stages
+    if num_layers < question.min_layers * chunks:
+        virtual = f" x {question.virtual_stages} virtual" if question.virtual_stages > 1 else ""
+        raise ConfigError(
+            f"{num_layers} layers cannot give each of {question.num_stages} stages{virtual} at "
+            f"least {question.min_layers}; use at most {num_layers // question.min_layers} chunks, "
+            f"or --min-layers {num_layers // chunks}"
+        )
 
 
 def _check_numbers(args: argparse.Namespace) -> None:

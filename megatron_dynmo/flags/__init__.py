@@ -17,8 +17,10 @@ __all__ = [
     "fraction",
     "gigabytes",
     "non_negative",
+    "number",
     "percent",
     "positive_fraction",
+    "whole",
 ]
 
 
@@ -37,7 +39,7 @@ def auto_or_count(text: str) -> int | None:
     """Parse 'auto' (None) or a whole number >= 1."""
     if text == "auto":
         return None
-    value = int(text)
+    value = whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be 'auto' or at least 1, got {text}")
     return value
@@ -45,7 +47,7 @@ def auto_or_count(text: str) -> int | None:
 
 def count(text: str) -> int:
     """Parse a whole number >= 1."""
-    value = int(text)
+    value = whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return value
@@ -53,7 +55,7 @@ def count(text: str) -> int:
 
 def non_negative(text: str) -> int:
     """Parse a whole number >= 0."""
-    value = int(text)
+    value = whole(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
     return value
@@ -61,7 +63,7 @@ def non_negative(text: str) -> int:
 
 def fraction(text: str) -> float:
     """Parse a number from 0 to 1."""
-    value = float(text)
+    value = number(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"must be from 0 to 1, got {text}")
     return value
@@ -69,7 +71,7 @@ def fraction(text: str) -> float:
 
 def positive_fraction(text: str) -> float:
     """Parse a number above 0 and up to 1."""
-    value = float(text)
+    value = number(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
     return value
@@ -77,7 +79,7 @@ def positive_fraction(text: str) -> float:
 
 def percent(text: str) -> float:
     """Parse a percentage >= 0."""
-    value = float(text)
+    value = number(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a percentage >= 0, got {text}")
     return value
@@ -85,7 +87,23 @@ def percent(text: str) -> float:
 
 def gigabytes(text: str) -> float:
     """Parse a positive number of GB."""
-    value = float(text)
+    value = number(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a positive number of GB, got {text}")
     return value
+
+
+def whole(text: str) -> int:
+    """Parse a whole number; argparse would answer a ValueError with the name of our function."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got '{text}'") from None
+
+
+def number(text: str) -> float:
+    """Parse a number, as above."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got '{text}'") from None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_dynmo.errors import ConfigError
-from megatron_dynmo.flags import count, flag
+from megatron_dynmo.flags import count, flag, number
 from megatron_dynmo.flags.group import FlagGroup
 
 
@@ -66,9 +67,9 @@ def parse_schedule(text: str, name: str) -> Schedule:
 
 def _weight(text: str) -> float:
     """Parse the weight of a loss."""
-    value = float(text)
+    value = number(text)
     if not 0 <= value < float("inf"):
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
     return value
 
 

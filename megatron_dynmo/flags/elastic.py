@@ -8,7 +8,7 @@ import shlex
 from dataclasses import dataclass
 
 from megatron_dynmo.errors import ConfigError
-from megatron_dynmo.flags import flag, percent
+from megatron_dynmo.flags import flag, percent, whole
 from megatron_dynmo.flags.group import FlagGroup
 
 _FEWEST_STAGES = 2  # with one, the embedding and the output layer would have to be tied anew
@@ -16,7 +16,7 @@ _FEWEST_STAGES = 2  # with one, the embedding and the output layer would have to
 
 def _stages(text: str) -> int:
     """Parse a number of pipeline stages that a run can be packed to."""
-    value = int(text)
+    value = whole(text)
     if value < _FEWEST_STAGES:
         raise argparse.ArgumentTypeError(
             f"must be at least {_FEWEST_STAGES}: the first and the last stage stay; got {text}"

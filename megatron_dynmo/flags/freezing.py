@@ -111,7 +111,7 @@ class FreezingFlags(FlagGroup):
             raise ConfigError(
                 "--dynmo-freeze schedule needs --dynmo-freeze-schedule, for example '100:4'"
             )
-        if self.freeze != "schedule" and schedule:
+        if self.freeze not in (None, "schedule") and schedule:
             raise ConfigError(
                 f"--dynmo-freeze-schedule '{self.freeze_schedule}' has an effect with "
                 f"--dynmo-freeze schedule only, not with {self.freeze}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_dynmo.errors import ConfigError
-from megatron_dynmo.flags import count, flag
+from megatron_dynmo.flags import count, flag, number
 from megatron_dynmo.flags.group import FlagGroup
 
 
@@ -66,7 +66,7 @@ class CapacitySchedule:
 
 def _coefficient(text: str) -> float:
     """Parse a number > 0."""
-    value = float(text)
+    value = number(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
     return value

@@ -62,11 +62,12 @@ BAD = [
     ("balancer", "greedy", "diffusion"),
     ("weight", "flops", "params"),
     ("interval", "0", "at least 1, got 0"),
-    ("interval", "often", "often"),
+    ("interval", "often", "must be a whole number, got 'often'"),
     ("window", "0", "at least 1, got 0"),
-    ("window", "2.5", "2.5"),
+    ("window", "2.5", "must be a whole number, got '2.5'"),
     ("cooldown", "-1", "at least 1, got -1"),
     ("min_gain_pct", "-1", "percentage >= 0, got -1"),
+    ("min_gain_pct", "little", "must be a number, got 'little'"),
     ("min_gain_pct", "nan", "percentage >= 0, got nan"),
     ("min_gain_pct", "inf", "percentage >= 0, got inf"),
     ("memory_cap_gb", "0", "positive number of GB, got 0"),
@@ -160,6 +161,16 @@ def test_megatrons_parser_reads_the_same(tmp_path):
     words = ["--dynmo-interval", "4", "--lr", "0.1", "--dynmo-layer-rng", "--dynmo-log-dir", "d"]
     assert DynMoConfig.from_namespace(parser.parse_args(words)) == DynMoConfig.from_argv(words)
     assert DynMoConfig.from_namespace(parser.parse_args([])) == DynMoConfig()
+
+
+def test_help_says_the_defaults_and_begins_with_the_flags_of_every_run():
+    parser = DynMoConfig.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    text = " ".join(parser.format_help().split())
+    assert "iterations measured per decision (default: 3)" in text
+    assert "off: Megatron unpatched; observe: measure and advise; balance: move layers" in text
+    assert text.count("(default: balance)") == 1
+    assert "default: None" not in text and "(default: )" not in text
+    assert text.index("--dynmo-mode {") < text.index("--dynmo-pack {")
 
 
 class TestForcedMoves:

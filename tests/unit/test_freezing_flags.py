@@ -31,9 +31,11 @@ def test_flags_without_effect_are_refused():
         DynMoConfig(freeze="schedule")
     with pytest.raises(ConfigError, match="has an effect with --dynmo-freeze schedule only"):
         DynMoConfig(freeze="egeria", freeze_schedule="2:1")
+    with pytest.raises(ConfigError, match="freeze-schedule: no effect without --dynmo-freeze;"):
+        DynMoConfig(freeze_schedule="2:1")
     with pytest.raises(ConfigError, match="a slope needs 2 evaluations"):
         DynMoConfig(freeze="egeria", freeze_window=1)
-    with pytest.raises(ConfigError, match="freezing patch Megatron"):
+    with pytest.raises(ConfigError, match="off leaves Megatron unpatched, so there is no freezing"):
         DynMoConfig(freeze="autofreeze", mode="off")
 
 

@@ -102,3 +102,10 @@ def test_forms_of_counts():
     expected = [0, 1, 3, 5, 6]
     for text in ("1,2x2,1", "1, 2*2 ,1", "1,2\u00d72,1", "1,2,2,1", "Et|tt|tt|tL"):
         assert parse_layout(text, num_layers=6, num_stages=4).boundaries == expected
+
+
+def test_other_virtual_stages_than_asked_for_are_not_legal(capsys):
+    status, out = check(capsys, "Et*5|t*3L", 8, 2, "--virtual-stages", 2)
+    assert status == 1
+    assert out.startswith("not legal: 2 chunks on 2 pipeline stages: --virtual-stages 2 needs 4")
+    assert check(capsys, "Ett|tt|tt|ttL", 8, 2, "--virtual-stages", 2)[0] == 0

@@ -244,7 +244,15 @@ def test_costs_can_be_written_and_read_again(plan, tmp_path):
         (("--costs", "nowhere.json", "--stages", "2"), "cannot read costs from nowhere.json"),
         (("--costs", "COSTS"), "give --stages P"),
         (("--costs", "COSTS", "--stages", "0"), "--stages 0: at least 1"),
-        (("--costs", "COSTS", "--stages", "5"), "4 layers cannot give each of 5 stages"),
+        (
+            ("--costs", "COSTS", "--stages", "5"),
+            "4 layers cannot give each of 5 stages at least 1; use at most 4 chunks, or "
+            "--min-layers 0",
+        ),
+        (
+            ("--costs", "COSTS", "--stages", "2", "--virtual-stages", "3"),
+            "each of 2 stages x 3 virtual at least 1",
+        ),
         (("--costs", "COSTS", "--stages", "2", "--memory-cap-gb", "-1"), "--memory-cap-gb -1"),
         (("--costs", "COSTS", "--stages", "2", "--current", "3,2"), "5 of 4 layers"),
         (("--costs", "COSTS", "--stages", "2", "--current", "Ettt|L"), "3 of 4 layers"),

@@ -52,6 +52,18 @@ def test_every_reason_is_named_at_once(doctor):
         ([*LINE, "--dynmo-mode", "observe"], "--dynmo-mode observe moves nothing"),
         ([*LINE, "--dynmo-force-layout", "3:Et*5|t*2L"], "7 of 8 layers"),
         ([*LINE, "--pipeline-model-parallel-layout", "Et*5|t*2L"], "7 of 8 layers"),
+        (
+            [*LINE, "--dynmo-freeze", "schedule", "--dynmo-freeze-schedule", "5:99"],
+            "freezing: --dynmo-freeze-schedule freezes layer 99 of 8",
+        ),
+        (
+            [*LINE, "--dynmo-early-exit", "confidence", "--mtp-num-layers", "1"],
+            "early_exit: --mtp-num-layers",
+        ),
+        (
+            [*LINE, "--dynmo-freeze", "autofreeze", "--use-nccl-ub"],
+            "--use-nccl-ub: ",
+        ),
     ],
 )
 def test_one_reason_is_enough(doctor, words, reason):
