@@ -151,6 +151,7 @@ class TestDropIn:
         assert len(exact(tmp_path / "fim")) == len(exact(tmp_path / "plain")) == 4
         assert exact(tmp_path / "fim") != exact(tmp_path / "plain")
 
+    @pytest.mark.matrix
     def test_off_prints_what_observing_prints(self, tmp_path):
         for mode in ("off", "observe"):
             words = [*TINY_GPT, *TWO_STAGES, "--dynmo-mode", mode]
@@ -178,6 +179,7 @@ class TestDropIn:
         run_ranks(drop_in_without_cuda_variable, 2, *words, log_dir=tmp_path)
         assert len(numbers(tmp_path)) >= 4 * 2
 
+    @pytest.mark.matrix
     def test_a_signal_to_one_worker_saves_once_and_ends_all(self, tmp_path):
         """Moves go on while the signal comes: the checkpoint is of a whole iteration."""
         checkpoint = tmp_path / "checkpoint"
@@ -213,6 +215,7 @@ class TestAnswers:
         for flag in ("--num-layers", "--dynmo-mode", "--dynmo-log-dir"):
             assert flag in text
 
+    @pytest.mark.matrix
     def test_split_without_documents_does_not_hang(self, tmp_path, corpora):
         tokenizer, a, _ = corpora
         words = [*REAL_DATA, *tokenizer, "--data-path", a, "--split", "9990,5,5"]
@@ -245,7 +248,11 @@ class TestTorchrun:
         ("command", "answer"),
         [
             (["megatron_dynmo.pretrain_gpt", "--dynmo-balance", "x"], "mean --dynmo-balancer?"),
-            (["megatron_dynmo", "run", "nowhere.py"], "nowhere.py does not exist"),
+            pytest.param(
+                ["megatron_dynmo", "run", "nowhere.py"],
+                "nowhere.py does not exist",
+                marks=pytest.mark.matrix,
+            ),
         ],
         ids=["drop-in", "run"],
     )

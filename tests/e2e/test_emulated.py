@@ -114,6 +114,7 @@ class TestAgreesWithTheClosedForm:
         # (M + P - 1)(f + b) with two layers on each stage.
         assert check(tmp_path, equal_model(8), [2] * 4, 4, 6) == (6 + 4 - 1) * (2.0 + 4.0)
 
+    @pytest.mark.matrix
     def test_interleaved_of_uneven_stages(self, tmp_path):
         check(tmp_path, uneven_model(12), [1, 3, 1, 1, 2, 0, 3, 1], 4, 8)
 
@@ -222,6 +223,7 @@ def numbers_of(events):
     return [{k: v for k, v in event.items() if k not in real} for event in events]
 
 
+@pytest.mark.matrix
 def test_a_measured_move_is_charged_its_real_duration(tmp_path):
     events = run_emulated(
         tmp_path,
@@ -238,6 +240,7 @@ def test_a_measured_move_is_charged_its_real_duration(tmp_path):
     assert [event["iteration_ms"] for event in of_kind(events, "iteration")] == [18.0, 21.0]
 
 
+@pytest.mark.matrix
 def test_a_file_of_another_model_is_refused_in_one_line(tmp_path):
     file = tmp_path / "emulation.json"
     file.write_text('{"num_layers": 5, "migration": "measured"}')

@@ -93,7 +93,8 @@ def test_a_dead_front_sends_no_gradient_and_holds_no_state(flags, depths, sent, 
     assert events[0]["frozen"] == list(range(1, last + 1)) and events[0]["embedding"]
     assert events[0]["released_bytes"] > 0
     assert (events[1]["released_bytes"] < events[0]["released_bytes"]) == (depths[-1] == "1")
-    for unit in ("embedding", "1", str(last)):
+    # A layer that thaws after iteration 4 has its new moments in the digest of 4.
+    for unit in ("embedding", "1", *([] if depths[-1] == "1" else [str(last)])):
         assert trace.digests[3][unit] == trace.digests[4][unit], f"{unit} is frozen"
     for unit in (str(last + 1), "output"):
         assert trace.digests[3][unit] != trace.digests[4][unit], f"{unit} is trained"

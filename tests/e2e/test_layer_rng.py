@@ -90,7 +90,10 @@ def run(start):
 @pytest.mark.parametrize(
     "words",
     [
-        (*PP2, "Ettt|tL", *FULL, "2", "--recompute-method", "uniform"),
+        pytest.param(
+            (*PP2, "Ettt|tL", *FULL, "2", "--recompute-method", "uniform"),
+            marks=pytest.mark.matrix,
+        ),
         (*PP2, "Et|t|t|tL"),  # two virtual stages
         pytest.param((*PP2, "Ettt|tL"), marks=pytest.mark.matrix),
         pytest.param((*PP2, "E|ttttL"), marks=pytest.mark.matrix),
@@ -113,6 +116,7 @@ def test_dropout_is_the_same_for_every_layout_and_recompute(run, words):
     assert numbers(run(*words)) == numbers(reference)
 
 
+@pytest.mark.matrix
 def test_without_it_the_layout_changes_dropout(run):
     one, other = (run(*PP2, layout, fn=train) for layout in ("Et|tttL", "Ettt|tL"))
     assert numbers(one)[0] != numbers(other)[0]
@@ -128,6 +132,7 @@ def test_streams_outside_of_the_model_are_left_alone(run):
         assert rank["untouched"] == [True] * 3
 
 
+@pytest.mark.matrix
 def test_a_resumed_run_drops_what_the_unbroken_one_drops(run, start, tmp_path):
     folder = str(tmp_path / "later")
     first = run(*PP2, "Et|tttL", "--save", folder, "--save-interval", "2", "--exit-interval", "2")

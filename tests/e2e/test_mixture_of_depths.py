@@ -126,6 +126,7 @@ def test_tensor_parallel_ranks_choose_alike_with_whole_sequences_and_with_parts(
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
 
 
+@pytest.mark.matrix
 def test_what_cannot_be_routed_is_refused_with_the_reason():
     refused = [
         (("--dynmo-mod-every", "5"), "routes no layer of 4"),

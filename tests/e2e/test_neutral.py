@@ -42,7 +42,9 @@ def ours(mode: str, *words: str) -> list[dict]:
     return ranks
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(c, marks=[pytest.mark.matrix] * ("--bf16" in CELLS[c])) for c in CELLS]
+)
 def test_observing_and_standing_by_change_no_bit(cell):
     flags = CELLS[cell]
     stock = run_ranks(train, 2, *flags)

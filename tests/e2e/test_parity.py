@@ -130,6 +130,7 @@ SLOW = [
 
 # Covered in CI by the conformance of dynamics, by the dropout streams and by the other cells.
 MATRIX_ONLY = (
+    "bf16, PP 2, MoE with a dense first layer",
     "fp32 distopt overlap, PP 2 x DP 2",
     "fp32, PP 2, full recompute",
     "fp32, PP 2, dropout with --dynmo-layer-rng",

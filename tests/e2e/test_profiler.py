@@ -140,7 +140,7 @@ RUNS = {
     # Stock Megatron 0.19.2 recurses without end when a recomputed MLP returns a bias.
     "mlp": ("Ett|ttL", with_recompute(COSTS), (*SELECTIVE, "mlp", "--disable-bias-linear")),
 }
-IN_CI = ("1f1b", "interleaved", "full")
+IN_CI = ("1f1b", "interleaved")
 
 
 @pytest.mark.parametrize(
@@ -164,6 +164,7 @@ def test_reads_back_what_layers_and_edges_spend(layout, expected, flags):
         assert last["activation_bytes"] > 0
 
 
+@pytest.mark.matrix
 def test_sees_a_slow_layer_in_real_time():
     slow = {2: (20.0, 50.0)}
     results = run_ranks(profile, 2, slow, False, *PP2, "Ett|ttL")
@@ -176,6 +177,7 @@ def test_sees_a_slow_layer_in_real_time():
     assert results[0]["reports"][-1]["iteration_ms"] >= busy[0] >= NUM_MICROBATCHES * 70.0
 
 
+@pytest.mark.matrix
 def test_observing_changes_no_bit_of_training():
     argv = (*PP2, "Et|tttL")
     plain = run_ranks(train, 2, *argv)

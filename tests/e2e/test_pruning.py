@@ -47,7 +47,8 @@ def by_layer(results):
     return [{number: rows for rank in step for number, rows in rank.items()} for step in steps]
 
 
-@pytest.mark.parametrize("kind", ["magnitude", pytest.param("neuron", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["magnitude", "neuron"])
 def test_what_was_pruned_stays_so_through_steps_moves_and_a_resume(kind, tmp_path):
     save = ("--save", str(tmp_path / "saved"), "--save-interval", "6")
     flags = (*ONCE, "--dynmo-prune", kind, "--dynmo-prune-compute", "dense")
