@@ -138,28 +138,34 @@ class TestAgreesWithTheClosedForm:
 
 
 @pytest.fixture(scope="class")
-def moved_twice(tmp_path_factory):
-    """Two equal runs of a changing model with a move, and one without emulation."""
+def moved(tmp_path_factory):
+    """Runs of a changing model with a move: the emulated one, the same again, and a real one."""
     start, target = layout_of([2, 2, 2, 2]), layout_of([1, 1, 3, 3])
     shape = {"num_stages": 4, "num_layers": 8, "num_microbatches": 5, "iterations": 6}
     flags = ("--dynmo-force-layout", f"2:{target}", "--dynmo-digest-interval", "6")
     flags += EVERY_ITERATION
     document = changing_model(8)
     root = tmp_path_factory.mktemp("emulated")
-    runs = [run_emulated(root / name, document, start, *flags, **shape) for name in "ab"]
-    plain = run_emulated(
-        root / "plain", document, start, *flags, **shape, is_emulated=False, timeout_s=120
-    )
+
+    def run(name, is_emulated=True):
+        return run_emulated(
+            *(root / name, document, start, *flags),
+            **shape,
+            is_emulated=is_emulated,
+            timeout_s=120,
+        )
+
+    events = run("a")
     layouts = [
         LayerLayout.from_megatron(text, num_layers=8, num_stages=4) for text in (start, target)
     ]
     speech = (root / "a" / "ranks" / "rank3.log").read_text()
-    return emulation_from_json(document), layouts, runs, plain, speech
+    return emulation_from_json(document), layouts, events, speech, run
 
 
 class TestAChangingModelThatMoves:
-    def test_every_iteration_takes_what_the_closed_form_says(self, moved_twice):
-        emulation, layouts, (events, _), *_ = moved_twice
+    def test_every_iteration_takes_what_the_closed_form_says(self, moved):
+        emulation, layouts, events, *_ = moved
         found = {
             event["iteration"]: event["iteration_ms"] for event in of_kind(events, "iteration")
         }
@@ -169,8 +175,8 @@ class TestAChangingModelThatMoves:
         }
         assert len(set(found.values())) == 6
 
-    def test_profiler_reads_the_emulated_times_back(self, moved_twice):
-        emulation, layouts, (events, _), *_ = moved_twice
+    def test_profiler_reads_the_emulated_times_back(self, moved):
+        emulation, layouts, events, *_ = moved
         profiles = of_kind(events, "profile")
         # The first iteration and the first after a move are not counted.
         assert [event["iteration"] for event in profiles] == [4, 5, 6]
@@ -187,20 +193,24 @@ class TestAChangingModelThatMoves:
                 assert event[name]["backward_ms"] == getattr(costs, name).backward_ms
             assert event["num_microbatches"] == 5
 
-    def test_a_move_is_charged_at_the_stated_bandwidth(self, moved_twice):
-        _, _, (events, _), *_ = moved_twice
+    def test_a_move_is_charged_at_the_stated_bandwidth(self, moved):
+        _, _, events, *_ = moved
         (move,) = of_kind(events, "migration")
         # Layers 2 and 3 leave rank 0 and 1, which keep one each; rank 2 takes in layers 3 and 4
         # and lets layer 6 go: two layers of 4 MB at 1 GB/s, and 16 ms to rebuild.
         assert move["layers_moved"] == [2, 3, 4, 6]
         assert move["duration_ms"] == 16.0 + 8.0
 
-    def test_two_runs_give_the_same_numbers(self, moved_twice):
-        *_, (one, other), _, _ = moved_twice
-        assert numbers_of(one) == numbers_of(other)
+    @pytest.mark.matrix
+    def test_two_runs_give_the_same_numbers(self, moved):
+        *_, events, _, run = moved
+        assert numbers_of(run("b")) == numbers_of(events)
 
-    def test_training_is_not_touched(self, moved_twice):
-        *_, (events, _), plain, _ = moved_twice
+    @pytest.mark.matrix
+    def test_training_is_not_touched(self, moved):
+        *_, events, _, run = moved
+        plain = run("plain", is_emulated=False)
+        assert not any("emulated" in event for event in plain)
         for name in ("lm_loss_hex", "grad_norm_hex"):
             emulated_run = [event[name] for event in of_kind(events, "iteration")]
             assert emulated_run == [event[name] for event in of_kind(plain, "iteration")]
@@ -208,10 +218,9 @@ class TestAChangingModelThatMoves:
         digests = [of_kind(run, "digest")[0] for run in (events, plain)]
         assert digests[0]["layers"] == digests[1]["layers"] and len(digests[0]["layers"]) == 8
 
-    def test_says_emulated_everywhere_and_only_when_it_is(self, moved_twice):
-        *_, (events, _), plain, speech = moved_twice
+    def test_says_emulated_everywhere(self, moved):
+        *_, events, speech, _ = moved
         assert all(event["emulated"] is True for event in events)
-        assert not any("emulated" in event for event in plain)
         lines = [line for line in speech.splitlines() if line.startswith(" dynmo ")]
         assert len(lines) >= 5
         assert all(line.split(" | ")[1] == "emulated" for line in lines)

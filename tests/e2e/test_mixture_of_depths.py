@@ -98,6 +98,7 @@ def test_expert_choice_looks_ahead_in_evaluation():
     assert any(result["watched"][2]["looks_ahead"])
 
 
+@pytest.mark.matrix
 def test_all_tokens_without_weights_are_the_plain_model_bit_for_bit():
     all_tokens = ("--dynmo-mod", "--dynmo-mod-capacity", "1.0", "--dynmo-mod-weighting", "none")
     plain, routed = (
