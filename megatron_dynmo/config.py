@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from megatron_dynmo.flags.freezing import FreezingFlags
 from megatron_dynmo.flags.group import FlagGroup
 from megatron_dynmo.flags.mixture_of_depths import MixtureOfDepthsFlags
 from megatron_dynmo.flags.moe import MoeFlags
+from megatron_dynmo.flags.pieces import pieces, require_increasing
 from megatron_dynmo.flags.pruning import PruningFlags
 from megatron_dynmo.flags.sparse_attention import SparseAttentionFlags
 
@@ -49,19 +49,14 @@ def parse_forced_moves(text: str) -> tuple[ForcedMove, ...]:
         ConfigError: A piece is not ITER:LAYOUT, or iterations do not increase.
     """
     moves: list[ForcedMove] = []
-    for piece in filter(None, (part.strip() for part in text.split(";"))):
+    for piece in pieces(text):
         iteration, colon, layout = piece.partition(":")
         if not colon or not iteration.strip().isdigit() or not layout.strip():
             raise ConfigError(
                 f"--dynmo-force-layout: '{piece}' is not ITER:LAYOUT, for example '3:Et*5|t*3L'"
             )
         moves.append(ForcedMove(int(iteration), layout.strip()))
-    for earlier, later in itertools.pairwise(moves):
-        if later.iteration <= earlier.iteration:
-            raise ConfigError(
-                f"--dynmo-force-layout: iterations must increase, "
-                f"but {later.iteration} follows {earlier.iteration}"
-            )
+    require_increasing("--dynmo-force-layout", (move.iteration for move in moves))
     if moves and moves[0].iteration < 1:
         raise ConfigError("--dynmo-force-layout: the first possible iteration is 1, got 0")
     return tuple(moves)
@@ -72,18 +67,6 @@ class _OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
-
-
-FLAG_GROUPS: tuple[type[FlagGroup], ...] = (
-    FreezingFlags,
-    PruningFlags,
-    EarlyExitFlags,
-    MixtureOfDepthsFlags,
-    MoeFlags,
-    SparseAttentionFlags,
-    ElasticFlags,
-)
-"""The groups that DynMoConfig inherits, dynamics in the order in which they act on a layer."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +81,8 @@ class DynMoConfig(
 ):
     """All settings of megatron_dynmo; the defaults need no thought.
 
-    Every field is one `--dynmo-*` flag: `min_gain_pct` is `--dynmo-min-gain-pct`.
+    The bases are the groups of flags of single features, dynamics in the order in which they act on
+    a layer. Every field is one `--dynmo-*` flag: `min_gain_pct` is `--dynmo-min-gain-pct`.
     """
 
     mode: str = flag(
@@ -170,6 +154,11 @@ class DynMoConfig(
             raise ConfigError(
                 f"--dynmo-force-layout moves layers, which --dynmo-mode {self.mode} does not; "
                 "use --dynmo-mode balance"
+            )
+        if self.packs and self.mode != "balance":
+            raise ConfigError(
+                f"packing moves layers, which --dynmo-mode {self.mode} does not; "
+                "use --dynmo-mode balance, or --dynmo-pack advise"
             )
         for group in FLAG_GROUPS:
             group.check(self)
@@ -278,6 +267,10 @@ def _help(item: dataclasses.Field[Any]) -> str:
     if item.type == "bool" or item.default in (None, "") or "(default" in text:
         return text
     return f"{text} (default: {item.default})"
+
+
+FLAG_GROUPS: tuple[type[FlagGroup], ...] = DynMoConfig.__bases__
+"""The groups of flags, in the order of the bases."""
 
 
 def flag_names() -> tuple[str, ...]:

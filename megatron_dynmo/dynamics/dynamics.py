@@ -218,17 +218,16 @@ class Dynamics:
         if text is None:
             return
         try:
-            states = orjson.loads(text)
-            saved = set(states)
+            states = dict(orjson.loads(text))
         except (ValueError, TypeError) as error:
             raise ConfigError(
                 f"the state of the dynamics in the checkpoint cannot be read: {error}; "
                 "resume from an older checkpoint"
             ) from error
-        for missing in sorted(saved - {kind.kind for kind in self._kinds} - WATCHING):
+        for missing in sorted(states.keys() - {kind.kind for kind in self._kinds} - WATCHING):
             raise ConfigError(
                 f"the checkpoint was saved with {missing} in use; give the same flags again, or "
-                "load only the weights of a run that used none"
+                "take only the weights with --finetune"
             )
         for kind in self._kinds:
             if kind.kind in states:

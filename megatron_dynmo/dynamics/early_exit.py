@@ -245,14 +245,9 @@ class EarlyExit(Dynamic):
         """See `Dynamic.state`."""
         return {"announced": self._announced, "mean": self._mean}
 
-    def restore(self, state: Any) -> None:
-        """See `Dynamic.restore`."""
-        try:
-            announced, mean = ([float(x) for x in state[name]] for name in ("announced", "mean"))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"the checkpoint's state of early exit is damaged: {error}"
-            ) from error
+    def take_up(self, state: Any) -> None:
+        """See `Dynamic.take_up`."""
+        announced, mean = ([float(x) for x in state[name]] for name in ("announced", "mean"))
         if not len(announced) == len(mean) == self._num_layers:
             raise ConfigError(
                 f"the checkpoint's state of early exit is of {len(announced)} layers, the model "

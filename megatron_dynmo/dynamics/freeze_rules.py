@@ -21,7 +21,7 @@ from megatron_dynmo.flags.freezing import parse_freeze_schedule
 
 
 class Rule:
-    """Decides how many layers at the front are frozen.
+    """Decides how many layers at the front are frozen; every method has a default: no change.
 
     Args:
         config: the settings.
@@ -38,7 +38,7 @@ class Rule:
         Collective:
             All ranks of the world.
         """
-        raise NotImplementedError
+        return num_frozen
 
     def shape(self, layer: torch.nn.Module, is_frozen: bool) -> None:
         """Give a layer, just built or just frozen or thawed, what the rule keeps on it."""

@@ -234,32 +234,24 @@ class Freezing(Dynamic):
             "rule_state": self._rule.state(),
         }
 
-    def restore(self, state: Any) -> None:
-        """See `Dynamic.restore`."""
-        try:
-            if state["rule"] != self.config.freeze:
-                raise ConfigError(
-                    f"the checkpoint was saved with --dynmo-freeze {state['rule']}, this run has "
-                    f"--dynmo-freeze {self.config.freeze}; use the former"
-                )
-            self._num_frozen = int(state["num_frozen"])
-            if state["embedding"] != self._is_frozen(_EMBEDDING):
-                raise ConfigError(
-                    f"the embedding was {'' if state['embedding'] else 'not '}frozen when the "
-                    "checkpoint was saved; use the same --dynmo-freeze-embedding"
-                )
-            self._released_bytes = int(state["released_bytes"])
-            self._steps = state["steps"]
-            self._begun = {int(unit): float(steps) for unit, steps in state["begun"].items()}
-            self._rule.restore(state["rule_state"])
-            self._look_at_front()
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, ConfigError):
-                raise
+    def take_up(self, state: Any) -> None:
+        """See `Dynamic.take_up`."""
+        if state["rule"] != self.config.freeze:
             raise ConfigError(
-                f"the freezing state in the checkpoint is damaged ({error}); resume from an older "
-                "checkpoint"
-            ) from error
+                f"the checkpoint was saved with --dynmo-freeze {state['rule']}, this run has "
+                f"--dynmo-freeze {self.config.freeze}; use the former"
+            )
+        self._num_frozen = int(state["num_frozen"])
+        if state["embedding"] != self._is_frozen(_EMBEDDING):
+            raise ConfigError(
+                f"the embedding was {'' if state['embedding'] else 'not '}frozen when the "
+                "checkpoint was saved; use the same --dynmo-freeze-embedding"
+            )
+        self._released_bytes = int(state["released_bytes"])
+        self._steps = state["steps"]
+        self._begun = {int(unit): float(steps) for unit, steps in state["begun"].items()}
+        self._rule.restore(state["rule_state"])
+        self._look_at_front()
 
 
 DYNAMIC = Freezing

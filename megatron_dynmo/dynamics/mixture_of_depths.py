@@ -203,8 +203,8 @@ class MixtureOfDepths(Dynamic):
             "weighting": self.config.mod_weighting,
         }
 
-    def restore(self, state: Any) -> None:
-        """See `Dynamic.restore`."""
+    def take_up(self, state: Any) -> None:
+        """See `Dynamic.take_up`."""
         for name, now in self.state().items():
             saved = state.get(name) if isinstance(state, dict) else None
             if saved != now:

@@ -126,17 +126,14 @@ class ExpertLoad(Dynamic):
             for name, loads in (("loads", self._loads), ("reported", self._reported))
         }
 
-    def restore(self, state: Any) -> None:
-        """See `Dynamic.restore`."""
+    def take_up(self, state: Any) -> None:
+        """See `Dynamic.take_up`."""
         if state is None:  # of a version that kept none
             return
-        try:
-            self._loads, self._reported = (
-                {int(n): (float(pair[0]), float(pair[1])) for n, pair in state[name].items()}
-                for name in ("loads", "reported")
-            )
-        except (TypeError, KeyError, ValueError, IndexError, AttributeError) as error:
-            raise ConfigError(f"the state of moe is damaged: {error!r}") from error
+        self._loads, self._reported = (
+            {int(n): (float(pair[0]), float(pair[1])) for n, pair in state[name].items()}
+            for name in ("loads", "reported")
+        )
         if not {*self._loads, *self._reported} <= {*self._layers}:
             raise ConfigError(
                 f"the state of moe is that of layers {sorted(self._loads)}, but the MoE layers of "

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from megatron_dynmo.config import DynMoConfig
+from megatron_dynmo.errors import ConfigError
 
 
 class LayerFactors(NamedTuple):
@@ -162,4 +163,21 @@ class Dynamic:
 
         Raises:
             ConfigError: The state is damaged or was made under other settings.
+        """
+        try:
+            self.take_up(state)
+        except ConfigError:
+            raise
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise ConfigError(
+                f"the {self.kind} state in the checkpoint is damaged or of another model "
+                f"({error!r}); resume with the flags that it was saved with, or from an older "
+                "checkpoint"
+            ) from error
+
+    def take_up(self, state: Any) -> None:
+        """Read what `state` wrote; what does not read as that is answered by `restore`.
+
+        Raises:
+            ConfigError: It was made under other settings.
         """

@@ -122,22 +122,14 @@ class Pruning(Dynamic):
         """See `Dynamic.state`."""
         return {"method": self.config.prune, **self._method.state()}
 
-    def restore(self, state: Any) -> None:
-        """See `Dynamic.restore`."""
-        try:
-            method = state["method"]
-            if method != self.config.prune:
-                raise ConfigError(
-                    f"the checkpoint was pruned by {method}: go on with --dynmo-prune {method}"
-                )
-            self._method.restore(state)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            if isinstance(error, ConfigError):
-                raise
+    def take_up(self, state: Any) -> None:
+        """See `Dynamic.take_up`."""
+        method = state["method"]
+        if method != self.config.prune:
             raise ConfigError(
-                f"the pruning state of the checkpoint does not fit this model: {error}; resume "
-                "with the flags that it was saved with"
-            ) from error
+                f"the checkpoint was pruned by {method}: go on with --dynmo-prune {method}"
+            )
+        self._method.restore(state)
 
 
 def _head_refusals(config: DynMoConfig, args: Namespace) -> list[str]:

@@ -109,13 +109,10 @@ class SparseAttention(Dynamic):
         """See `Dynamic.state`."""
         return {"buckets": self._buckets, "density": self._told}
 
-    def restore(self, state: Any) -> None:
-        """See `Dynamic.restore`; a schedule may be another one than before."""
-        try:
-            buckets = [int(n) for n in state["buckets"]]
-            density = [float(x) for x in state["density"]]
-        except (TypeError, KeyError, ValueError) as error:
-            raise ConfigError(f"the state of sparse_attention is damaged: {error!r}") from error
+    def take_up(self, state: Any) -> None:
+        """See `Dynamic.take_up`; a schedule may be another one than before."""
+        buckets = [int(n) for n in state["buckets"]]
+        density = [float(x) for x in state["density"]]
         if not len(buckets) == len(density) == self._num_layers or min(buckets) < 1:
             raise ConfigError(
                 f"the state of sparse_attention is that of {len(buckets)} layers, but the model "

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from megatron_dynmo.errors import ConfigError
+from megatron_dynmo.flags.pieces import pieces
 
 DEFAULT_BUCKETS = "4"
 _PIECE = re.compile(r"(?:(\d+):)?(\d+)(?:@([\d,-]+))?")
@@ -50,7 +51,7 @@ class BucketSchedule:
         Raises:
             ConfigError: Names the piece that is wrong and what would be right.
         """
-        steps = tuple(_step(piece.strip()) for piece in text.split(";") if piece.strip())
+        steps = tuple(_step(piece) for piece in pieces(text))
         if not steps:
             raise ConfigError(f"{_FLAG} is empty; give a number of buckets, for example 4")
         for earlier, later in itertools.pairwise(steps):

@@ -10,6 +10,7 @@ from typing import ClassVar
 from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.flags import count, flag, number
 from megatron_dynmo.flags.group import FlagGroup
+from megatron_dynmo.flags.pieces import pieces, require_increasing
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ def parse_schedule(text: str, name: str) -> Schedule:
     Raises:
         ConfigError: Says what is wrong and gives an example.
     """
-    pieces = [piece.strip() for piece in text.split(";") if piece.strip()]
-    is_constant = len(pieces) == 1 and ":" not in pieces[0]
+    parts = pieces(text)
+    is_constant = len(parts) == 1 and ":" not in parts[0]
     points = []
-    for piece in pieces:
+    for piece in parts:
         iteration, _, value = ("1", "", piece) if is_constant else piece.partition(":")
         try:
             points.append((int(iteration), float(value)))
@@ -54,9 +55,8 @@ def parse_schedule(text: str, name: str) -> Schedule:
             ) from None
     if not points or not all(value >= 0 for _, value in points):
         raise ConfigError(f"{name}: '{text}' must hold values of at least 0")
-    for (earlier, low), (later, high) in itertools.pairwise(points):
-        if later <= earlier:
-            raise ConfigError(f"{name}: iterations must increase, but {later} follows {earlier}")
+    require_increasing(name, (iteration for iteration, _ in points))
+    for (_, low), (_, high) in itertools.pairwise(points):
         if float("inf") in (low, high) and low != high:
             raise ConfigError(
                 f"{name}: there is no straight line from {low} to {high}; use a finite value above "
@@ -128,12 +128,7 @@ class EarlyExitFlags(FlagGroup):
 
     def check(self) -> None:
         """See `FlagGroup.check`."""
-        schedule = self.early_exit_schedule
-        if self.early_exit is None and self.early_exit_threshold:
-            raise ConfigError(
-                f"--dynmo-early-exit-threshold {schedule.points[0][1]} needs --dynmo-early-exit "
-                "confidence or saturation"
-            )
+        _ = self.early_exit_schedule  # a wrong one is a mistake in a flag
         if not 2 <= self.early_exit_classes <= 256**2:
             raise ConfigError(
                 f"--dynmo-early-exit-classes {self.early_exit_classes} must be from 2 to 65536: "

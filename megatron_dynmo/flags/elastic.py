@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import shlex
 from dataclasses import dataclass
 
 from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.flags import flag, percent, whole
 from megatron_dynmo.flags.group import FlagGroup
+from megatron_dynmo.flags.pieces import pieces, require_increasing
 
 _FEWEST_STAGES = 2  # with one, the embedding and the output layer would have to be tied anew
 
@@ -44,7 +44,7 @@ def parse_forced_packs(text: str) -> tuple[ForcedPack, ...]:
         ConfigError: A piece is not ITER:STAGES, or iterations do not increase.
     """
     packs: list[ForcedPack] = []
-    for piece in filter(None, (part.strip() for part in text.split(";"))):
+    for piece in pieces(text):
         iteration, colon, stages = (word.strip() for word in piece.partition(":"))
         if not colon or not iteration.isdigit() or not stages.isdigit():
             raise ConfigError(
@@ -56,12 +56,7 @@ def parse_forced_packs(text: str) -> tuple[ForcedPack, ...]:
                 f"--dynmo-force-pack: '{piece}': the first possible iteration is 1, and "
                 f"{_FEWEST_STAGES} stages are the fewest"
             )
-    for earlier, later in itertools.pairwise(packs):
-        if later.iteration <= earlier.iteration:
-            raise ConfigError(
-                f"--dynmo-force-pack: iterations must increase, "
-                f"but {later.iteration} follows {earlier.iteration}"
-            )
+    require_increasing("--dynmo-force-pack", (pack.iteration for pack in packs))
     return tuple(packs)
 
 
@@ -124,8 +119,6 @@ class ElasticFlags(FlagGroup):
         metavar="TEXT",
     )
 
-    mode = "balance"  # declared with the other settings
-
     @property
     def forced_packs(self) -> tuple[ForcedPack, ...]:
         """The parsed `--dynmo-force-pack`."""
@@ -139,11 +132,6 @@ class ElasticFlags(FlagGroup):
     def check(self) -> None:
         """See `FlagGroup.check`."""
         kind, _ = parse_manager(self.job_manager)
-        if self.packs and self.mode != "balance":
-            raise ConfigError(
-                f"packing moves layers, which --dynmo-mode {self.mode} does not; "
-                "use --dynmo-mode balance, or --dynmo-pack advise"
-            )
         if kind != "none" and self.release != "exit":
             raise ConfigError(
                 f"--dynmo-job-manager {self.job_manager}: parked ranks keep their nodes, so there "

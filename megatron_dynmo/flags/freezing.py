@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.flags import count, flag, fraction, non_negative
 from megatron_dynmo.flags.group import FlagGroup
+from megatron_dynmo.flags.pieces import pieces, require_increasing
 
 
 def parse_freeze_schedule(text: str) -> tuple[tuple[int, int], ...]:
@@ -21,7 +21,7 @@ def parse_freeze_schedule(text: str) -> tuple[tuple[int, int], ...]:
         ConfigError: A piece is not ITER:LAST_LAYER, or iterations do not increase.
     """
     found: list[tuple[int, int]] = []
-    for piece in filter(None, (part.strip() for part in text.split(";"))):
+    for piece in pieces(text):
         iteration, colon, last = (part.strip() for part in piece.partition(":"))
         if not colon or not iteration.isdigit() or not last.isdigit() or int(iteration) < 1:
             raise ConfigError(
@@ -29,12 +29,7 @@ def parse_freeze_schedule(text: str) -> tuple[tuple[int, int], ...]:
                 "layers 1 to 4 are frozen after iteration 100"
             )
         found.append((int(iteration), int(last)))
-    for earlier, later in itertools.pairwise(found):
-        if later[0] <= earlier[0]:
-            raise ConfigError(
-                f"--dynmo-freeze-schedule: iterations must increase, but {later[0]} follows "
-                f"{earlier[0]}"
-            )
+    require_increasing("--dynmo-freeze-schedule", (iteration for iteration, _ in found))
     return tuple(found)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.flags import count, flag, number
 from megatron_dynmo.flags.group import FlagGroup
+from megatron_dynmo.flags.pieces import pieces, require_increasing
 
 
 @dataclass(frozen=True)
@@ -29,20 +29,16 @@ class CapacitySchedule:
         Raises:
             ConfigError: Names the piece that is wrong and what would be right.
         """
-        pieces = [piece.strip() for piece in text.split(";") if piece.strip()]
-        if len(pieces) == 1 and ":" not in pieces[0]:
-            pieces = [f"1:{pieces[0]}"]
-        steps = tuple(cls._step(piece) for piece in pieces)
+        parts = pieces(text)
+        if len(parts) == 1 and ":" not in parts[0]:
+            parts = [f"1:{parts[0]}"]
+        steps = tuple(cls._step(piece) for piece in parts)
         if not steps or steps[0][0] != 1:
             raise ConfigError(
                 f"--dynmo-mod-capacity '{text}' must say the capacity from iteration 1 on, for "
                 "example '1:1.0;500:0.5;1000:0.125'"
             )
-        for (earlier, _), (later, _) in itertools.pairwise(steps):
-            if later <= earlier:
-                raise ConfigError(
-                    f"--dynmo-mod-capacity: iterations must increase, but {later} follows {earlier}"
-                )
+        require_increasing("--dynmo-mod-capacity", (iteration for iteration, _ in steps))
         return cls(steps)
 
     @staticmethod

@@ -62,13 +62,6 @@ class SparseAttentionFlags(FlagGroup):
                 "buckets by content, so --dynmo-sparse-attention-buckets can only say where to "
                 f"begin, but '{self.sparse_attention_buckets}' changes them; leave one of the two"
             )
-        if self.sparse_attention == "none" and (
-            self.sparse_attention_density is not None
-            or self.sparse_attention_buckets != DEFAULT_BUCKETS
-        ):
-            raise ConfigError(
-                "--dynmo-sparse-attention-buckets and -density need --dynmo-sparse-attention hash"
-            )
 
     @property
     def bucket_schedule(self) -> BucketSchedule:

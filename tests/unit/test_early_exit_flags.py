@@ -35,7 +35,7 @@ def test_a_wrong_schedule_is_refused_by_name(text, said):
 
 
 def test_flags_that_would_do_nothing_or_cannot_be_carried_are_refused():
-    with pytest.raises(ConfigError, match="needs --dynmo-early-exit"):
+    with pytest.raises(ConfigError, match="no effect without --dynmo-early-exit"):
         DynMoConfig(early_exit_threshold="0.5")
     with pytest.raises(ConfigError, match="65537 must be from 2 to 65536"):
         DynMoConfig(early_exit="confidence", early_exit_classes=65537)

@@ -11,6 +11,8 @@ from megatron_dynmo.adapters.checkpoint import (
     restore_layout,
     saved_arguments,
 )
+from megatron_dynmo.config import DynMoConfig
+from megatron_dynmo.dynamics.dynamics import Dynamics
 from megatron_dynmo.errors import ConfigError
 
 
@@ -102,6 +104,12 @@ def test_a_run_without_dynamics_does_not_go_on_where_one_with_them_stopped():
     restore_dynamics(resuming(finetune=True), saved, ())
     restore_dynamics(resuming(), Namespace(dynmo_dynamics='{"moe":null}'), ())
     restore_dynamics(resuming(), None, ())
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[1]", '"freezing"', "3"])
+def test_a_damaged_state_of_dynamics_is_an_explained_error(text):
+    with pytest.raises(ConfigError, match=r"cannot be read: .*; resume from an older checkpoint"):
+        Dynamics(DynMoConfig(), Namespace(dynmo_dynamics=text))
 
 
 @pytest.mark.parametrize(
