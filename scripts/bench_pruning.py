@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_dynmo.dynamics.product_calibration import Crossover, crossover
-from megatron_dynmo.dynamics.sparse_linear import Pattern, Products, sparse_linear
+from megatron_dynmo.dynamics.pruning.product_calibration import Crossover, crossover
+from megatron_dynmo.dynamics.pruning.sparse_linear import Pattern, Products, sparse_linear
 
 WAYS = {
     "all products sparse": Products(True, True, True),

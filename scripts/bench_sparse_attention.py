@@ -97,8 +97,8 @@ def attention(seed: int) -> Any:
 
 
 def variants() -> list[Variant]:
-    from megatron_dynmo.dynamics.hash_codes import Hashing
-    from megatron_dynmo.dynamics.sparse_core import SparseCore
+    from megatron_dynmo.dynamics.sparse_attention.core import SparseCore
+    from megatron_dynmo.dynamics.sparse_attention.hash_codes import Hashing
 
     found = [Variant("dense", attention(0).core_attention)]
     for buckets, rounds in CASES:

@@ -37,7 +37,7 @@ class Change:
 def kinds_of(config: DynMoConfig) -> list[type[Dynamic]]:
     """The classes of the dynamics that the settings ask for, in their fixed order."""
     return [
-        importlib.import_module(f"megatron_dynmo.dynamics.{kind}").DYNAMIC
+        importlib.import_module(f"megatron_dynmo.dynamics.{kind}.dynamic").DYNAMIC
         for kind in config.dynamics
     ]
 

@@ -12,7 +12,7 @@ class FlagGroup:
     ask the first group of all.
 
     Attributes:
-        kind: module of `megatron_dynmo.dynamics` that these flags turn on; None where the flags
+        kind: package of `megatron_dynmo.dynamics` that these flags turn on; None where the flags
             are no dynamic's.
     """
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
-from megatron_dynmo.dynamics.sparsity_schedule import CubicSchedule
+from megatron_dynmo.dynamics.pruning.schedule import CubicSchedule
 from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.flags import auto_or_count, count, flag, fraction
 from megatron_dynmo.flags.group import FlagGroup

@@ -31,8 +31,8 @@ def _times():
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_dynmo.dynamics.exiting import Remaining
-    from megatron_dynmo.dynamics.remaining_layer import run_remaining
+    from megatron_dynmo.dynamics.early_exit.exiting import Remaining
+    from megatron_dynmo.dynamics.early_exit.remaining_layer import run_remaining
 
     torch.set_num_threads(1)
     parallel_state.initialize_model_parallel()

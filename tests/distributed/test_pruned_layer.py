@@ -32,8 +32,8 @@ def compare(rank, world_size, kind, compute, gated):
 
     from megatron_dynmo.adapters.topology import Topology
     from megatron_dynmo.cpu import cpu_specs
-    from megatron_dynmo.dynamics.pruning_magnitude import MagnitudePruning
-    from megatron_dynmo.dynamics.pruning_units import UnitPruning
+    from megatron_dynmo.dynamics.pruning.magnitude import MagnitudePruning
+    from megatron_dynmo.dynamics.pruning.units import UnitPruning
     from megatron_dynmo.patching import patched
 
     with patched(cpu_specs()):

@@ -24,8 +24,8 @@ def prune(rank, world_size, tp_size, kind, gated):
 
     from megatron_dynmo.adapters.topology import Topology
     from megatron_dynmo.cpu import cpu_specs
-    from megatron_dynmo.dynamics.pruning_magnitude import MagnitudePruning
-    from megatron_dynmo.dynamics.pruning_units import UnitPruning
+    from megatron_dynmo.dynamics.pruning.magnitude import MagnitudePruning
+    from megatron_dynmo.dynamics.pruning.units import UnitPruning
     from megatron_dynmo.patching import patched
 
     with patched(cpu_specs()):

@@ -65,8 +65,8 @@ def differences(rank: int, world_size: int) -> dict[str, list[float]]:
 def _differences(rank: int, world_size: int, case: Case) -> list[float]:
     import torch
 
-    from megatron_dynmo.dynamics import remaining_layer
-    from megatron_dynmo.dynamics.exiting import Remaining
+    from megatron_dynmo.dynamics.early_exit import remaining_layer
+    from megatron_dynmo.dynamics.early_exit.exiting import Remaining
 
     torch.manual_seed(1)
     layer, kwargs = _layer(world_size, case)

@@ -12,7 +12,7 @@ def select(rank, world_size, shares):
     import torch
     import torch.distributed as dist
 
-    from megatron_dynmo.dynamics.threshold import Piece, smallest
+    from megatron_dynmo.dynamics.pruning.threshold import Piece, smallest
 
     generator = torch.Generator().manual_seed(1)
     values = (torch.randn(2000, generator=generator) * 4).round() / 4

@@ -65,7 +65,7 @@ _decisions = []
 
 def record(rank):
     """Keep a digest of who has left after each layer with an exit, as this rank decided it."""
-    from megatron_dynmo.dynamics.early_exit import EarlyExit
+    from megatron_dynmo.dynamics.early_exit.dynamic import EarlyExit
 
     decide = EarlyExit._exit
 

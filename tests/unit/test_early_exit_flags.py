@@ -5,8 +5,8 @@ from argparse import Namespace
 import pytest
 
 from megatron_dynmo.config import DynMoConfig
-from megatron_dynmo.dynamics.exit_support import refusals
-from megatron_dynmo.dynamics.exit_tally import layer_shares
+from megatron_dynmo.dynamics.early_exit.support import refusals
+from megatron_dynmo.dynamics.early_exit.tally import layer_shares
 from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.flags.early_exit import parse_schedule
 

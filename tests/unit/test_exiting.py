@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_dynmo.dynamics import exiting
-from megatron_dynmo.dynamics.exiting import Remaining
+from megatron_dynmo.dynamics.early_exit import exiting
+from megatron_dynmo.dynamics.early_exit.exiting import Remaining
 
 
 def _exited(length=12, batch=3, seed=0, share=0.5):

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_dynmo.dynamics.flex_hash_attention import block_mask, flex_hash_attention
-from megatron_dynmo.dynamics.hash_attention import hash_attention
-from megatron_dynmo.dynamics.hash_blocks import blocks_of, hash_order
+from megatron_dynmo.dynamics.sparse_attention.flex_attention import block_mask, flex_hash_attention
+from megatron_dynmo.dynamics.sparse_attention.hash_attention import hash_attention
+from megatron_dynmo.dynamics.sparse_attention.hash_blocks import blocks_of, hash_order
 
 SCALE = 0.35
 INPUTS = ("query", "key", "value")

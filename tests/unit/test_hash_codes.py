@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_dynmo.dynamics.hash_codes import hash_codes, rotations
+from megatron_dynmo.dynamics.sparse_attention.hash_codes import hash_codes, rotations
 
 
 def directions(buckets=6, **changed):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dynmo.dynamics.moe_skew import expert_weights, logit_bias, noise_seed
+from megatron_dynmo.dynamics.moe.skew import expert_weights, logit_bias, noise_seed
 from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.flags.moe import SkewSpec
 

@@ -1,6 +1,6 @@
 import torch
 
-from megatron_dynmo.dynamics.product_calibration import Crossover, crossover, is_supported
+from megatron_dynmo.dynamics.pruning.product_calibration import Crossover, crossover, is_supported
 
 CPU = torch.device("cpu")
 

@@ -6,13 +6,17 @@ import pytest
 import torch
 
 from megatron_dynmo.config import DynMoConfig
-from megatron_dynmo.dynamics import sparse_attention as module
-from megatron_dynmo.dynamics.attention_cost import core_share, expected_density, relative_times
-from megatron_dynmo.dynamics.block_attention import BLOCK_SIZE
-from megatron_dynmo.dynamics.hash_attention import hash_attention
 from megatron_dynmo.dynamics.protocol import Step
-from megatron_dynmo.dynamics.sparse_attention import SparseAttention
-from megatron_dynmo.dynamics.sparse_support import refusals
+from megatron_dynmo.dynamics.sparse_attention import dynamic as module
+from megatron_dynmo.dynamics.sparse_attention.block_attention import BLOCK_SIZE
+from megatron_dynmo.dynamics.sparse_attention.cost import (
+    core_share,
+    expected_density,
+    relative_times,
+)
+from megatron_dynmo.dynamics.sparse_attention.dynamic import SparseAttention
+from megatron_dynmo.dynamics.sparse_attention.hash_attention import hash_attention
+from megatron_dynmo.dynamics.sparse_attention.support import refusals
 from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.flags.bucket_schedule import BucketSchedule
 

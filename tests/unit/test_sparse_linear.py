@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_dynmo.dynamics.sparse_linear import Pattern, Products, sparse_linear
+from megatron_dynmo.dynamics.pruning.sparse_linear import Pattern, Products, sparse_linear
 
 WAYS = [Products(*way) for way in itertools.product([False, True], repeat=3)]
 

@@ -2,7 +2,7 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_dynmo.dynamics.sparsity_schedule import CubicSchedule, fraction
+from megatron_dynmo.dynamics.pruning.schedule import CubicSchedule, fraction
 from megatron_dynmo.errors import ConfigError
 
 

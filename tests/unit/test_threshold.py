@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dynmo.dynamics.threshold import Piece, smallest
+from megatron_dynmo.dynamics.pruning.threshold import Piece, smallest
 
 SIZES = (1000, 1, 0, 333)
 TOTAL = sum(SIZES)

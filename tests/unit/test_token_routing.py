@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from megatron_dynmo.dynamics.routing_heads import (
+from megatron_dynmo.dynamics.mixture_of_depths.heads import (
     ChoicePredictor,
     TokenRouter,
     prediction_loss,
     seeded,
     with_loss,
 )
-from megatron_dynmo.dynamics.token_routing import (
+from megatron_dynmo.dynamics.mixture_of_depths.token_routing import (
     LocalTokens,
     choose_above,
     choose_top,

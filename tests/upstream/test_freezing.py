@@ -8,9 +8,9 @@ import torch
 
 from megatron_dynmo.adapters.frozen_front import FrozenFront
 from megatron_dynmo.config import DynMoConfig
-from megatron_dynmo.dynamics.freeze_rules import AutoFreeze, Egeria, Schedule
-from megatron_dynmo.dynamics.freezing import Freezing
-from megatron_dynmo.dynamics.reference import Reference
+from megatron_dynmo.dynamics.freezing.dynamic import Freezing
+from megatron_dynmo.dynamics.freezing.reference import Reference
+from megatron_dynmo.dynamics.freezing.rules import AutoFreeze, Egeria, Schedule
 from megatron_dynmo.errors import ConfigError
 
 ARGS = {
@@ -56,7 +56,7 @@ def test_autofreeze_goes_from_the_front_as_far_as_rates_are_low(before, now, num
 
 
 def test_autofreeze_compares_means_of_unclipped_norms_over_whole_intervals(monkeypatch):
-    from megatron_dynmo.dynamics import freeze_rules
+    from megatron_dynmo.dynamics.freezing import rules as freeze_rules
 
     norms = iter([[3.0, 1.0], [1.0, 1.0], [2.0, 1.0], [2.0, 9.0]])
     monkeypatch.setattr(freeze_rules, "gradient_norms", lambda stage, device: next(norms))
@@ -171,7 +171,7 @@ def test_what_cannot_work_is_refused_with_a_remedy(args, why):
 
 
 def test_only_what_was_frozen_here_is_thawed():
-    from megatron_dynmo.dynamics.freezing import _switch_parameters
+    from megatron_dynmo.dynamics.freezing.dynamic import _switch_parameters
 
     ours, users = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
     users.requires_grad_(False)

@@ -6,9 +6,9 @@ from fractions import Fraction
 import pytest
 
 from megatron_dynmo.config import DynMoConfig
-from megatron_dynmo.dynamics.pruning import Pruning
-from megatron_dynmo.dynamics.pruning_magnitude import MagnitudePruning
-from megatron_dynmo.dynamics.pruning_units import UnitPruning
+from megatron_dynmo.dynamics.pruning.dynamic import Pruning
+from megatron_dynmo.dynamics.pruning.magnitude import MagnitudePruning
+from megatron_dynmo.dynamics.pruning.units import UnitPruning
 from megatron_dynmo.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynmo.cpu import cpu_specs
-from megatron_dynmo.dynamics.hash_codes import Hashing, hash_codes, rotations
-from megatron_dynmo.dynamics.sparse_core import SparseCore
+from megatron_dynmo.dynamics.sparse_attention.core import SparseCore
+from megatron_dynmo.dynamics.sparse_attention.hash_codes import Hashing, hash_codes, rotations
 from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.patching import patched
 

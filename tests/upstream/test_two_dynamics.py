@@ -10,8 +10,8 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron_dynmo.adapters.checkpoint import DYNAMICS
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.dynamics.dynamics import Dynamics
-from megatron_dynmo.dynamics.moe import ExpertLoad
-from megatron_dynmo.dynamics.reference import Reference
+from megatron_dynmo.dynamics.freezing.reference import Reference
+from megatron_dynmo.dynamics.moe.dynamic import ExpertLoad
 from megatron_dynmo.errors import ConfigError
 
 ARGS = {
@@ -86,7 +86,7 @@ def step_of(config, after):
 
 
 def test_layers_are_stored_one_by_one_as_long_as_any_kind_needs_it(monkeypatch):
-    from megatron_dynmo.dynamics.freezing import Freezing
+    from megatron_dynmo.dynamics.freezing.dynamic import Freezing
 
     monkeypatch.setattr(Freezing, "after_step", lambda self, step: None)
     config = a_config()
@@ -106,7 +106,8 @@ def test_layers_are_stored_one_by_one_as_long_as_any_kind_needs_it(monkeypatch):
     assert not config.hetereogenous_dist_checkpoint
 
     monkeypatch.setattr(
-        "megatron_dynmo.dynamics.mixture_of_depths.MixtureOfDepths.after_step", lambda *_: None
+        "megatron_dynmo.dynamics.mixture_of_depths.dynamic.MixtureOfDepths.after_step",
+        lambda *_: None,
     )
     dynamics, freezing = of("schedule", 2, freeze_schedule="1:2;2:0", mod=True)
     config = a_config()
@@ -170,7 +171,7 @@ def test_tokens_count_once_recomputed_or_not_with_a_graph_or_without():
 
 
 def test_a_checkpoint_is_evaluated_with_the_capacity_that_it_was_trained_to():
-    from megatron_dynmo.dynamics.mixture_of_depths import MixtureOfDepths
+    from megatron_dynmo.dynamics.mixture_of_depths.dynamic import MixtureOfDepths
 
     args = Namespace(**ARGS, iteration=0)
     routed = MixtureOfDepths(DynMoConfig(mod=True, mod_capacity="1:1.0;50:0.25"), args)
@@ -182,7 +183,7 @@ def test_a_checkpoint_is_evaluated_with_the_capacity_that_it_was_trained_to():
 
 
 def test_tokens_leave_an_evaluated_checkpoint_as_they_left_it_in_training():
-    from megatron_dynmo.dynamics.early_exit import EarlyExit
+    from megatron_dynmo.dynamics.early_exit.dynamic import EarlyExit
 
     sizes = {"hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 2, "kv_channels": 4}
     more = {"group_query_attention": False, "num_query_groups": None, "seq_length": 8}

@@ -17,7 +17,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
-from megatron_dynmo.dynamics.hash_blocks import HashOrder, hash_order
+from megatron_dynmo.dynamics.sparse_attention.hash_blocks import HashOrder, hash_order
 
 _BLOCK_SIZE = 128  # of the kernel, in both directions
 

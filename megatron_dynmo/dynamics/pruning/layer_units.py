@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_dynmo.dynamics.replacement import Replacement, like
+from megatron_dynmo.dynamics.pruning.replacement import Replacement, like
 
 KEPT = "dynmo_kept"  # submodule of the MLP or attention that says which units are left
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from megatron_dynmo.dynamics.block_attention import BLOCK_SIZE
+from megatron_dynmo.dynamics.sparse_attention.block_attention import BLOCK_SIZE
 
 # Its backward pass computes the scores again: five matrix products where four would do.
 _BACKWARD_PRODUCTS = 5 / 4

@@ -11,8 +11,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from megatron_dynmo.dynamics.hash_attention import hash_attention
-from megatron_dynmo.dynamics.hash_codes import Hashing, hash_codes, rotations
+from megatron_dynmo.dynamics.sparse_attention.hash_attention import hash_attention
+from megatron_dynmo.dynamics.sparse_attention.hash_codes import Hashing, hash_codes, rotations
 from megatron_dynmo.errors import ConfigError
 
 # Megatron has no such class where TransformerEngine is not installed.

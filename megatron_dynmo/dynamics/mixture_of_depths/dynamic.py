@@ -18,10 +18,16 @@ import torch.distributed as dist
 from megatron_dynmo.adapters.layer_rng import mix
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.dynamics.layer_work import WorkShares, is_moe_layer
+from megatron_dynmo.dynamics.mixture_of_depths.heads import ChoicePredictor, TokenRouter, seeded
+from megatron_dynmo.dynamics.mixture_of_depths.routed_layer import (
+    PREDICTOR,
+    ROUTER,
+    Outcome,
+    Rules,
+    run_routed,
+)
+from megatron_dynmo.dynamics.mixture_of_depths.token_routing import num_slots
 from megatron_dynmo.dynamics.protocol import Dynamic, LayerFactors, Step
-from megatron_dynmo.dynamics.routed_layer import PREDICTOR, ROUTER, Outcome, Rules, run_routed
-from megatron_dynmo.dynamics.routing_heads import ChoicePredictor, TokenRouter, seeded
-from megatron_dynmo.dynamics.token_routing import num_slots
 from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.flags.mixture_of_depths import CapacitySchedule
 

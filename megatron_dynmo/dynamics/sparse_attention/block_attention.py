@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dynmo.dynamics.hash_blocks import Block, HashOrder, blocks_of, hash_order
+from megatron_dynmo.dynamics.sparse_attention.hash_blocks import (
+    Block,
+    HashOrder,
+    blocks_of,
+    hash_order,
+)
 
 # Queries of a block: enough for a matrix product to pay, few enough to stay in a core's cache.
 BLOCK_SIZE = 128

@@ -14,12 +14,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from megatron_dynmo.config import DynMoConfig
-from megatron_dynmo.dynamics.compact_weight import Age, is_compact, make_compact, remove_weights
-from megatron_dynmo.dynamics.layer_sizes import MATRICES, LayerSizes
-from megatron_dynmo.dynamics.product_calibration import Crossover, crossover, is_supported
 from megatron_dynmo.dynamics.protocol import LayerFactors
-from megatron_dynmo.dynamics.replacement import Replacement
-from megatron_dynmo.dynamics.threshold import Piece, smallest
+from megatron_dynmo.dynamics.pruning.compact_weight import (
+    Age,
+    is_compact,
+    make_compact,
+    remove_weights,
+)
+from megatron_dynmo.dynamics.pruning.layer_sizes import MATRICES, LayerSizes
+from megatron_dynmo.dynamics.pruning.product_calibration import Crossover, crossover, is_supported
+from megatron_dynmo.dynamics.pruning.replacement import Replacement
+from megatron_dynmo.dynamics.pruning.threshold import Piece, smallest
 from megatron_dynmo.errors import ConfigError
 
 _Place = tuple[int, int]  # layer from 0 and number of the matrix

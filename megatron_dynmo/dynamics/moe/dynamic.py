@@ -17,7 +17,7 @@ from megatron.core import parallel_state as mpu
 
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.dynamics.layer_work import WorkShares, is_moe_layer
-from megatron_dynmo.dynamics.moe_skew import expert_weights, logit_bias, noise_seed
+from megatron_dynmo.dynamics.moe.skew import expert_weights, logit_bias, noise_seed
 from megatron_dynmo.dynamics.protocol import Dynamic, LayerFactors, Step
 from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.flags.moe import SkewSpec

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_dynmo.dynamics.block_attention import BLOCK_SIZE, block_attention
-from megatron_dynmo.dynamics.flex_hash_attention import flex_hash_attention
+from megatron_dynmo.dynamics.sparse_attention.block_attention import BLOCK_SIZE, block_attention
+from megatron_dynmo.dynamics.sparse_attention.flex_attention import flex_hash_attention
 
 
 def hash_attention(

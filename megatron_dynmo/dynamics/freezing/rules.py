@@ -15,8 +15,8 @@ import torch
 
 from megatron_dynmo.adapters.layer_norms import counted_parameters, gradient_norms, layer_norms
 from megatron_dynmo.config import DynMoConfig
+from megatron_dynmo.dynamics.freezing.reference import Reference
 from megatron_dynmo.dynamics.protocol import Step
-from megatron_dynmo.dynamics.reference import Reference
 from megatron_dynmo.flags.freezing import parse_freeze_schedule
 
 

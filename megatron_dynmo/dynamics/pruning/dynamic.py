@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from megatron_dynmo.config import DynMoConfig
-from megatron_dynmo.dynamics.layer_sizes import LayerSizes
 from megatron_dynmo.dynamics.protocol import Dynamic, LayerFactors, Step
-from megatron_dynmo.dynamics.pruning_magnitude import MagnitudePruning
-from megatron_dynmo.dynamics.pruning_method import PruningMethod, common_refusals
-from megatron_dynmo.dynamics.pruning_units import UnitPruning
+from megatron_dynmo.dynamics.pruning.layer_sizes import LayerSizes
+from megatron_dynmo.dynamics.pruning.magnitude import MagnitudePruning
+from megatron_dynmo.dynamics.pruning.method import PruningMethod, common_refusals
+from megatron_dynmo.dynamics.pruning.units import UnitPruning
 from megatron_dynmo.errors import ConfigError
 
 _METHODS: dict[str, Callable[[DynMoConfig, Namespace], PruningMethod]] = {

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_dynmo.dynamics.sparse_linear import (
+from megatron_dynmo.dynamics.pruning.sparse_linear import (
     Pattern,
     Products,
     forward_product,

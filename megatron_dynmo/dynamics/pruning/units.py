@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynmo.config import DynMoConfig
-from megatron_dynmo.dynamics.layer_sizes import MATRICES, LayerSizes
-from megatron_dynmo.dynamics.layer_units import UNITS, LayerUnits
 from megatron_dynmo.dynamics.protocol import LayerFactors
-from megatron_dynmo.dynamics.pruning_method import listed
-from megatron_dynmo.dynamics.replacement import Replacement
-from megatron_dynmo.dynamics.threshold import Piece, smallest
+from megatron_dynmo.dynamics.pruning.layer_sizes import MATRICES, LayerSizes
+from megatron_dynmo.dynamics.pruning.layer_units import UNITS, LayerUnits
+from megatron_dynmo.dynamics.pruning.method import listed
+from megatron_dynmo.dynamics.pruning.replacement import Replacement
+from megatron_dynmo.dynamics.pruning.threshold import Piece, smallest
 from megatron_dynmo.errors import ConfigError
 
 _UNIT_MATRICES = {

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
-from megatron_dynmo.dynamics.exiting import Remaining, attend
+from megatron_dynmo.dynamics.early_exit.exiting import Remaining, attend
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dynmo.config import DynMoConfig
-from megatron_dynmo.dynamics.attention_cost import expected_density, relative_times
-from megatron_dynmo.dynamics.block_attention import BLOCK_SIZE
-from megatron_dynmo.dynamics.hash_codes import Hashing
 from megatron_dynmo.dynamics.protocol import Dynamic, LayerFactors, Step
-from megatron_dynmo.dynamics.sparse_support import refusals
+from megatron_dynmo.dynamics.sparse_attention.block_attention import BLOCK_SIZE
+from megatron_dynmo.dynamics.sparse_attention.cost import expected_density, relative_times
+from megatron_dynmo.dynamics.sparse_attention.hash_codes import Hashing
+from megatron_dynmo.dynamics.sparse_attention.support import refusals
 from megatron_dynmo.errors import ConfigError
 
 # Iterations between two looks at the content, and how far off the wish it may be.
@@ -62,7 +62,9 @@ class SparseAttention(Dynamic):
         number = layer.layer_number
         if self._wish is None and not self._schedule.touches(number):
             return
-        from megatron_dynmo.dynamics.sparse_core import SparseCore  # where Megatron builds layers
+        from megatron_dynmo.dynamics.sparse_attention.core import (
+            SparseCore,  # where Megatron builds layers
+        )
 
         SparseCore(
             layer.self_attention, number, partial(self._hashing, number), partial(self._add, number)

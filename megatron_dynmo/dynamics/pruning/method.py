@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from megatron_dynmo.adapters import support
 from megatron_dynmo.dynamics.protocol import LayerFactors
-from megatron_dynmo.dynamics.replacement import Replacement
+from megatron_dynmo.dynamics.pruning.replacement import Replacement
 
 
 class PruningMethod(Protocol):

@@ -13,12 +13,13 @@ from megatron.core import parallel_state as mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron_dynmo.config import DynMoConfig
-from megatron_dynmo.dynamics import exit_support, exiting
-from megatron_dynmo.dynamics.exit_head import ExitHead
-from megatron_dynmo.dynamics.exit_tally import Tally, layer_shares
-from megatron_dynmo.dynamics.exiting import Remaining
+from megatron_dynmo.dynamics.early_exit import exiting
+from megatron_dynmo.dynamics.early_exit import support as exit_support
+from megatron_dynmo.dynamics.early_exit.exiting import Remaining
+from megatron_dynmo.dynamics.early_exit.head import ExitHead
+from megatron_dynmo.dynamics.early_exit.remaining_layer import run_remaining
+from megatron_dynmo.dynamics.early_exit.tally import Tally, layer_shares
 from megatron_dynmo.dynamics.protocol import Dynamic, LayerFactors, Step
-from megatron_dynmo.dynamics.remaining_layer import run_remaining
 from megatron_dynmo.dynamics.side_channel import SideChannel
 from megatron_dynmo.errors import ConfigError
 

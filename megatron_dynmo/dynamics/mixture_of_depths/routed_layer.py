@@ -19,8 +19,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.utils import make_viewless_tensor
 
-from megatron_dynmo.dynamics.routing_heads import agreement, prediction_loss, with_loss
-from megatron_dynmo.dynamics.token_routing import (
+from megatron_dynmo.dynamics.mixture_of_depths.heads import agreement, prediction_loss, with_loss
+from megatron_dynmo.dynamics.mixture_of_depths.token_routing import (
     Chosen,
     LocalTokens,
     choose_above,

@@ -19,7 +19,7 @@ from megatron.core.optimizer import distrib_optimizer
 from megatron_dynmo.adapters import support
 from megatron_dynmo.adapters.frozen_front import FrozenFront
 from megatron_dynmo.config import DynMoConfig
-from megatron_dynmo.dynamics.freeze_rules import RULES
+from megatron_dynmo.dynamics.freezing.rules import RULES
 from megatron_dynmo.dynamics.protocol import Dynamic, LayerFactors, Step
 from megatron_dynmo.errors import ConfigError
 from megatron_dynmo.flags.freezing import parse_freeze_schedule

@@ -18,8 +18,8 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from megatron_dynmo.dynamics.replacement import Replacement, like
-from megatron_dynmo.dynamics.sparse_linear import Pattern, Products, sparse_linear
+from megatron_dynmo.dynamics.pruning.replacement import Replacement, like
+from megatron_dynmo.dynamics.pruning.sparse_linear import Pattern, Products, sparse_linear
 
 LINEAR_TYPES = (ColumnParallelLinear, RowParallelLinear)
 VALUES, INDEX = "weight_values", "weight_index"

@@ -1,0 +1,1 @@
+"""Layers that compute some tokens only: routers, predictors, and the layer around them."""

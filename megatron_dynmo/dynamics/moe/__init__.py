@@ -1,0 +1,1 @@
+"""The load of experts: counted, and skewed on purpose."""

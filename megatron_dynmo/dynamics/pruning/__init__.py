@@ -1,0 +1,1 @@
+"""Weights, neurons and heads that go while training: what goes, and in what form the rest lives."""

@@ -1,0 +1,1 @@
+"""Attention within hash buckets: hashing, the blocks that are computed, kernels."""
