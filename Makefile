@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup format lint types test test-unit test-upstream test-distributed test-e2e \
-	test-matrix test-convergence test-slurm demo bench bench-balancers bench-trigger bench-migration \
+	test-matrix test-slow test-convergence test-slurm demo bench bench-balancers bench-trigger bench-migration \
 	bench-sparse-attention bench-elastic bench-dynamics patches docs lock dist clean
 
 help: ## List the targets
@@ -55,7 +55,15 @@ test-distributed: setup ## Spawned ranks over gloo
 test-e2e: setup ## Real pretraining of a tiny GPT
 	$(BIN)/pytest tests/e2e -m "not matrix"
 
-test-matrix: setup ## The whole parity table and other slow cells (outside CI)
+# What the promise of exactness and the table of faults rest on.
+MATRIX := $(addprefix tests/e2e/,test_random_moves.py test_parity.py test_leaks.py \
+	test_moved_checkpoint.py test_checkpoint_roundtrips.py test_faults_real.py) \
+	tests/distributed/test_faults.py
+
+test-matrix: setup ## Random moves in every configuration, round trips of checkpoints, all faults
+	$(BIN)/pytest -m "" --timeout 3600 $(MATRIX)
+
+test-slow: setup ## All that is too slow for CI, test-matrix among it
 	$(BIN)/pytest -m matrix --timeout 3600
 
 test-slurm: setup ## A real SLURM with four virtual nodes: give nodes back (needs slurm-wlm and munge)

@@ -129,6 +129,11 @@ class DynMoConfig(
         "ITER:LAYOUT[;ITER:LAYOUT...]",
         metavar="TEXT",
     )
+    overlap_moves: bool = flag(
+        False,
+        "move layers as the next iteration begins, and let their optimizer state follow while it "
+        "computes (over gloo)",
+    )
     log_dir: str | None = flag(None, "folder for events.jsonl", metavar="DIR")
     digest_interval: int = flag(
         0,

@@ -20,10 +20,10 @@ from megatron_dynmo.elastic.meeting import Go
 from megatron_dynmo.elasticity import Elasticity
 from megatron_dynmo.errors import LayoutError
 from megatron_dynmo.layout import LayerLayout
-from megatron_dynmo.migrator import Migrator, MoveRefused
+from megatron_dynmo.migrator import MigrationReport, Migrator, MoveRefused
 from megatron_dynmo.observer import Observer
 from megatron_dynmo.patching import PatchSet
-from megatron_dynmo.plan import build_plan
+from megatron_dynmo.plan import MigrationPlan, build_plan
 from megatron_dynmo.profile_report import ProfileReport
 from megatron_dynmo.reporter import Reporter
 from megatron_dynmo.transport import Transport
@@ -31,6 +31,8 @@ from megatron_dynmo.trigger import Decision
 from megatron_dynmo.version import __version__
 
 logger = logging.getLogger(__name__)
+
+LATE_TAG = 1  # beside Megatron's own messages in the pipeline group, which have none
 
 
 class Controller:
@@ -102,6 +104,18 @@ class Controller:
         if self._session is not None:
             self._session.observer.begin_schedule()
 
+    def end_schedule(self) -> None:
+        """All gradients of the iteration are there, and the optimizer has not stepped.
+
+        Raises:
+            MigrationError: State that followed a moved layer did not arrive.
+
+        Collective:
+            All ranks of the world, where something follows.
+        """
+        if self._session is not None:
+            self._session.land()
+
     def end_iteration(self, iteration: int, losses: dict[str, Any], grad_norm: Any) -> None:
         """After a step: report, decide, move.
 
@@ -171,6 +185,8 @@ class _Session:
         self.consensus = consensus
         memory = run.device_memory_bytes
         self._device_memory = None if memory is None else consensus.least(memory)
+        self._due: LayerLayout | None = None
+        self._following: tuple[int, MigrationPlan] | None = None
         self._follow_pipeline(run.first_iteration)
         self._has_learned = False
         self._has_reformed = False
@@ -190,10 +206,19 @@ class _Session:
         """Decide for and move layers between the stages that there are now."""
         run, topology = self._run, self._run.topology
         self._decider = Decider(self._config, run, self.layout, self._device_memory, iteration)
-        transport = Transport(
-            topology.pp_group, topology.pp_global_ranks, run.device, timeout_s=run.timeout_s
+        transport, late_transport = (
+            Transport(
+                topology.pp_group,
+                topology.pp_global_ranks,
+                run.device,
+                timeout_s=run.timeout_s,
+                tag=tag,
+            )
+            for tag in (0, LATE_TAG)
         )
-        self._migrator = Migrator(topology.pp_rank, run.stage, transport, self.consensus)
+        self._migrator = Migrator(
+            topology.pp_rank, run.stage, transport, self.consensus, late_transport
+        )
 
     def regrouped(self, iteration: int, layout: LayerLayout) -> None:
         """Go on with other stages.
@@ -203,6 +228,7 @@ class _Session:
             layout: in force on them.
         """
         self.layout = layout
+        self._due = None
         self._forced = [move for move in self._forced if move.iteration > iteration]
         self._latest = None
         self._follow_pipeline(iteration)
@@ -215,6 +241,8 @@ class _Session:
     def begin_iteration(self, iteration: int) -> None:
         if self.elasticity is not None:
             self.elasticity.act(iteration - 1)
+        if self._due is not None:
+            self.move(iteration - 1, self._due, overlap=True)
         if self._layer_rng is not None:
             self._layer_rng.begin_iteration(iteration)
         self._run.begin_dynamics(iteration)
@@ -268,7 +296,7 @@ class _Session:
         except LayoutError as error:
             self._decider.refused(iteration, decision.new, str(error))
             return
-        self.move(iteration, decision.new)
+        self._move_when_due(iteration, decision.new)
 
     def remember(self) -> None:
         """Have what was learned in the next checkpoint, if that differs from the last."""
@@ -299,8 +327,19 @@ class _Session:
         if not due:
             return False
         self._forced = self._forced[len(due) :]
-        self.move(iteration, self._run.parse_layout(due[-1].layout))
+        self._move_when_due(iteration, self._run.parse_layout(due[-1].layout))
         return True
+
+    def _move_when_due(self, iteration: int, new: LayerLayout) -> None:
+        """Move now; where state may follow, as the next iteration begins.
+
+        By then a checkpoint is saved and evaluation is over: nobody else reads the optimizer's
+        state until the iteration has computed its gradients.
+        """
+        if self._config.overlap_moves:
+            self._due = new
+        else:
+            self.move(iteration, new)
 
     def report(self, iteration: int) -> None:
         interval = self._config.digest_interval
@@ -309,18 +348,24 @@ class _Session:
         self.reporter.counters(iteration, self._run.counters())
         self.reporter.live(iteration, self.layout)
 
-    def move(self, iteration: int, new: LayerLayout) -> bool:
+    def move(self, iteration: int, new: LayerLayout, *, overlap: bool = False) -> bool:
         """Move to a layout; False where that failed before anything changed.
+
+        Args:
+            iteration: last one completed.
+            new: the layout.
+            overlap: see `Migrator.migrate`.
 
         Collective:
             All ranks of the world.
         """
         old = self.layout
+        self._due = None
         if new == old:
             return True
         try:
             plan = build_plan(old, new)
-            report = self._run.moved(plan, self._migrator.migrate(plan))
+            report = self._migrator.migrate(plan, overlap=overlap)
         except MoveRefused as refusal:
             self.reporter.warn(f" dynmo iteration {iteration:6d} | {refusal}")
             self._decider.refused(iteration, new, str(refusal))
@@ -330,10 +375,26 @@ class _Session:
         self._has_reformed = False
         if self._layer_rng is not None:
             self._layer_rng.attach(self._run.model)
-        self._decider.moved(iteration, new, report)
-        self._has_learned = True
-        self.reporter.migration(iteration, old, new, report)
+        if overlap:
+            self._following = iteration, plan
+        else:
+            self._moved(iteration, plan, report)
         return True
+
+    def land(self) -> None:
+        """Wait for what followed the layers of the last move, if anything did."""
+        if self._following is None:
+            return
+        iteration, plan = self._following
+        self._following = None
+        self._moved(iteration, plan, self._migrator.land())
+
+    def _moved(self, iteration: int, plan: MigrationPlan, report: MigrationReport) -> None:
+        """Take note of a move that is complete."""
+        report = self._run.moved(plan, report)
+        self._decider.moved(iteration, plan.new, report)
+        self._has_learned = True
+        self.reporter.migration(iteration, plan.old, plan.new, report)
 
 
 def _ignore(output: Any) -> None:

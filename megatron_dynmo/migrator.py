@@ -8,19 +8,18 @@ nothing of the running model has changed, and a failure on any rank sends all of
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from megatron_dynmo.consensus import Consensus
 from megatron_dynmo.errors import MigrationError, TransportError
-from megatron_dynmo.layout import LayerLayout
+from megatron_dynmo.late_state import Flight, LateParcel
 from megatron_dynmo.plan import LayerMove, MigrationPlan
-from megatron_dynmo.transport import Parcel, Transport
+from megatron_dynmo.stage import Stage, late_name, unit_name
+from megatron_dynmo.transport import Parcel, Transport, describe
 
 logger = logging.getLogger(__name__)
 
@@ -35,72 +34,6 @@ class FailedAlone(MigrationError):
     """This rank has failed where it cannot tell the others but by ending."""
 
 
-class Stage(Protocol):
-    """One rank's side of a move.
-
-    Attributes:
-        new_tensors: first letters of parcel names for which an empty layer has no slot.
-    """
-
-    new_tensors: tuple[str, ...]
-
-    def layers(self) -> Mapping[int, Any]:
-        """The layers held now, by layer_number."""
-
-    def prepare(self, plan: MigrationPlan) -> None:
-        """Build empty layers for what arrives, once nothing else uses the model.
-
-        What can fail on one rank alone belongs here and not into `settle`.
-
-        Collective:
-            All ranks of the world, to end what they began together before (a checkpoint).
-        """
-
-    def settle(self) -> None:
-        """Make the running model readable; every rank has prepared.
-
-        Collective:
-            Data-parallel peers gather parameters.
-        """
-
-    def parcel(self, layer_number: int) -> Parcel:
-        """State of a layer held now; tensors are the live ones and must only be read."""
-
-    def slots(self, move: LayerMove) -> Mapping[str, torch.Tensor]:
-        """Tensors of the empty layer that are to be filled, by the parcel's names."""
-
-    def accept(self, move: LayerMove, parcel: Parcel) -> None:
-        """Keep what arrived for a layer until commit."""
-
-    def rollback(self) -> None:
-        """Forget everything since `prepare`; the running model is as it was."""
-
-    def commit(self, plan: MigrationPlan) -> None:
-        """Take in what arrived and let go of what left; talks to no other rank.
-
-        A failure here must not keep the others waiting in a collective.
-        """
-
-    def rebuild(self) -> None:
-        """Make the optimizer fit what is held now; it may lose all state.
-
-        Collective:
-            All ranks of the world.
-        """
-
-    def restore(self) -> None:
-        """Give the optimizer back its state; talks to no other rank."""
-
-    def fingerprints(self) -> dict[str, int]:
-        """Checksum of every unit of state held now: each layer (`layer 3`) and the rest."""
-
-    def check_ownership(self, layout: LayerLayout) -> None:
-        """Raise ConservationError unless this rank holds exactly its part of a layout.
-
-        Talks to no other rank: when every rank holds its part, each layer is held once.
-        """
-
-
 @dataclass(frozen=True)
 class MigrationReport:
     """What a move did.
@@ -108,14 +41,42 @@ class MigrationReport:
     Attributes:
         layer_numbers: layers that changed their chunk, ascending.
         num_bytes: bytes sent by all ranks of the world.
-        duration_ms: wall time of the whole move on the slowest rank.
+        duration_ms: for how long training stood still, on the slowest rank.
         phase_ms: wall time by phase on this rank.
+        overlapped_ms: for how long optimizer state travelled while the next iteration computed,
+            on the slowest rank.
     """
 
     layer_numbers: tuple[int, ...]
     num_bytes: int
     duration_ms: float
     phase_ms: dict[str, float]
+    overlapped_ms: float = 0.0
+
+
+@dataclass
+class _Account:
+    """What one rank knows of the move it is in.
+
+    Attributes:
+        plan: what moves where.
+        overlap: whether layers travel in two parts.
+        expected: checksum of each unit that it should hold in the end.
+        num_bytes: sent by it.
+        late: second parts, in the order of the plan.
+    """
+
+    plan: MigrationPlan
+    overlap: bool
+    expected: dict[str, int] = field(default_factory=dict)
+    num_bytes: int = 0
+    late: list[LateParcel] = field(default_factory=list)
+
+    @property
+    def in_two(self) -> frozenset[int]:
+        """layer_number of those that travel in two parts."""
+        moves = self.plan.moves if self.overlap else ()
+        return frozenset(move.layer_number for move in moves if not move.is_local)
 
 
 class Migrator:
@@ -126,18 +87,32 @@ class Migrator:
         stage: this rank's side.
         transport: parcels between pipeline ranks.
         consensus: agreement over all ranks of the world.
+        late_transport: between the same ranks, for what travels while an iteration computes; None
+            where everything is to be there at once.
     """
 
     def __init__(
-        self, pp_rank: int, stage: Stage, transport: Transport, consensus: Consensus
+        self,
+        pp_rank: int,
+        stage: Stage,
+        transport: Transport,
+        consensus: Consensus,
+        late_transport: Transport | None = None,
     ) -> None:
         self._pp_rank = pp_rank
         self._stage = stage
         self._transport = transport
         self._consensus = consensus
+        self._late_transport = late_transport
+        self._in_flight: tuple[MigrationPlan, MigrationReport, Flight] | None = None
 
-    def migrate(self, plan: MigrationPlan) -> MigrationReport:
+    def migrate(self, plan: MigrationPlan, *, overlap: bool = False) -> MigrationReport:
         """Carry out a plan.
+
+        Args:
+            plan: what moves where.
+            overlap: let the optimizer's state follow while the next iteration computes; `land`
+                must be called before its optimizer step.
 
         Collective:
             All ranks of the world, with the same plan, between two iterations.
@@ -150,41 +125,84 @@ class Migrator:
         """
         with self._heard_by_all(plan, "the beginning"):
             self._consensus.require_same(f"{plan.old}>{plan.new}", "migration plan")
+        assert self._in_flight is None, "the last move has not landed"
+        assert not overlap or self._late_transport is not None
         started = time.perf_counter()
         timings: dict[str, float] = {}
-        expected: dict[str, int] = {}
-        sent = [0]
+        account = _Account(plan, overlap)
         self._reversible(plan, "prepare", timings, lambda: self._stage.prepare(plan))
         # Agreed in between: a rank that fails alone must not be missing where others gather.
-        self._reversible(plan, "prepare", timings, lambda: self._settle(expected))
-        self._reversible(plan, "transfer", timings, lambda: self._transfer(plan, expected, sent))
+        self._reversible(plan, "prepare", timings, lambda: self._settle(account))
+        self._reversible(plan, "transfer", timings, lambda: self._transfer(account))
         self._final(plan, "commit", timings, lambda: self._stage.commit(plan))
         self._final(plan, "rebuild", timings, self._stage.rebuild, is_collective=True)
         self._final(plan, "rebuild", timings, self._stage.restore)
-        self._final(plan, "verify", timings, lambda: self._verify(plan, expected))
+        self._final(plan, "verify", timings, lambda: self._verify(account))
         with self._heard_by_all(plan, "the end"):
-            return MigrationReport(
+            report = MigrationReport(
                 layer_numbers=plan.layer_numbers,
-                num_bytes=self._consensus.total(sent[0]),
+                num_bytes=self._consensus.total(account.num_bytes),
                 # Decisions rest on it, so every rank must have the same number.
                 duration_ms=self._consensus.slowest((time.perf_counter() - started) * 1e3),
                 phase_ms=timings,
             )
+        if overlap:
+            self._follow(account, report)
+        return report
 
-    def _settle(self, expected: dict[str, int]) -> None:
+    def _follow(self, account: _Account, report: MigrationReport) -> None:
+        """Send the late parcels on their way."""
+        assert self._late_transport is not None
+        live = {
+            late.parcel.label: self._parted(late.move.layer_number)[1]
+            for late in account.late
+            if late.move.dst_pp_rank == self._pp_rank
+        }
+        flight = Flight(
+            self._pp_rank, self._late_transport, account.late, self._stage.fingerprint, live
+        )
+        self._in_flight = account.plan, report, flight
+
+    def land(self) -> MigrationReport:
+        """Wait for what follows the layers of the last move, which was made with `overlap`.
+
+        Returns:
+            The report of the move, with what was waited for here as a phase of its own.
+
+        Collective:
+            All ranks of the world, after the backward passes of the iteration that followed the
+            move and before its optimizer step.
+
+        Raises:
+            MigrationError: Something did not arrive as it left. Training must not go on.
+        """
+        assert self._in_flight is not None
+        plan, report, flight = self._in_flight
+        self._in_flight = None
+        timings = dict(report.phase_ms)
+        self._final(plan, "landing", timings, flight.land)
+        with self._heard_by_all(plan, "the end"):
+            return dataclasses.replace(
+                report,
+                duration_ms=report.duration_ms + self._consensus.slowest(timings["landing"]),
+                phase_ms=timings,
+                overlapped_ms=self._consensus.slowest(flight.duration_ms),
+            )
+
+    def _settle(self, account: _Account) -> None:
         self._stage.settle()
-        expected.update(self._stage.fingerprints())
+        account.expected.update(self._stage.fingerprints(account.in_two))
 
-    def _transfer(self, plan: MigrationPlan, expected: dict[str, int], sent: list[int]) -> None:
+    def _transfer(self, account: _Account) -> None:
         """Carry out the moves of this rank; after a failure, call off those that are left.
 
         A rank that just stopped would leave the peers of its later moves waiting for it.
         """
         failure: Exception | None = None
-        for move in plan.moves:
+        for move in account.plan.moves:
             try:
                 if failure is None:
-                    self._carry(move, expected, sent)
+                    self._carry(move, account)
                 else:
                     self._call_off(move)
             except Exception as error:
@@ -192,7 +210,7 @@ class Migrator:
         if failure is not None:
             raise failure
 
-    def _carry(self, move: LayerMove, expected: dict[str, int], sent: list[int]) -> None:
+    def _carry(self, move: LayerMove, account: _Account) -> None:
         name = unit_name(move.layer_number)
         is_source, is_target = (
             rank == self._pp_rank for rank in (move.src_pp_rank, move.dst_pp_rank)
@@ -201,16 +219,43 @@ class Migrator:
             self._stage.accept(move, self._stage.parcel(move.layer_number))
         elif is_source:
             with self._called_off_on_error(move):
-                parcel = self._stage.parcel(move.layer_number)
-                parcel.values["fingerprint"] = expected.pop(name)
+                parcel = self._outgoing(move, account)
             self._transport.send(parcel, move.dst_pp_rank)
-            sent[0] += parcel.num_bytes
         elif is_target:
             with self._called_off_on_error(move):
                 slots = self._stage.slots(move)
             parcel = self._transport.receive(name, move.src_pp_rank, slots, self._stage.new_tensors)
-            expected[name] = parcel.values.pop("fingerprint")
+            account.expected[name] = parcel.values.pop("fingerprint")
+            if account.overlap:
+                # Room for what follows is made while a failure still leaves the old layout.
+                later = Parcel(late_name(name), self._transport.allocate(parcel.values.pop("late")))
+                account.late.append(LateParcel(move, later))
+                parcel.tensors |= later.tensors
             self._stage.accept(move, parcel)
+
+    def _outgoing(self, move: LayerMove, account: _Account) -> Parcel:
+        """What is sent of a layer at once."""
+        if not account.overlap:
+            parcel = self._stage.parcel(move.layer_number)
+            parcel.values["fingerprint"] = account.expected.pop(unit_name(move.layer_number))
+            account.num_bytes += parcel.num_bytes
+            return parcel
+        parcel, later = self._parted(move.layer_number)
+        parcel.values["fingerprint"] = self._stage.fingerprint(parcel)
+        parcel.values["late"] = describe(later.tensors)
+        account.late.append(LateParcel(move, later))
+        account.num_bytes += parcel.num_bytes + later.num_bytes
+        return parcel
+
+    def _parted(self, layer_number: int) -> tuple[Parcel, Parcel]:
+        """A layer held now: what goes at once, and what may follow."""
+        whole = self._stage.parcel(layer_number)
+        now = Parcel(whole.label, values=whole.values)
+        later = Parcel(late_name(whole.label))
+        for name, tensor in whole.tensors.items():
+            part = later if name.startswith(self._stage.late_tensors) else now
+            part.tensors[name] = tensor
+        return now, later
 
     def _call_off(self, move: LayerMove) -> None:
         """Tell the other rank of a move that this one will not make it."""
@@ -231,9 +276,11 @@ class Migrator:
                 self._call_off(move)
             raise
 
-    def _verify(self, plan: MigrationPlan, expected: dict[str, int]) -> None:
-        self._stage.check_ownership(plan.new)
-        found = self._stage.fingerprints()
+    def _verify(self, account: _Account) -> None:
+        self._stage.check_ownership(account.plan.new)
+        expected, found = account.expected, self._stage.fingerprints(account.in_two)
+        for number in account.in_two & self._stage.layers().keys():
+            found[unit_name(number)] = self._stage.fingerprint(self._parted(number)[0])
         wrong = sorted(k for k in expected.keys() | found.keys() if expected.get(k) != found.get(k))
         if wrong:
             raise MigrationError(f"state changed on its way: {', '.join(wrong)}")
@@ -331,8 +378,3 @@ class Migrator:
 
     def _held(self) -> str:
         return f"layers {sorted(self._stage.layers())}"
-
-
-def unit_name(layer_number: int) -> str:
-    """Name of a layer in parcels, fingerprints and messages."""
-    return f"layer {layer_number}"

@@ -216,6 +216,7 @@ class Reporter:
                 num_bytes=report.num_bytes,
                 duration_ms=report.duration_ms,
                 layers_moved=report.layer_numbers,
+                overlapped_ms=report.overlapped_ms,
             ),
         )
         self.say(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,9 @@ _UNDER_WAY, _UNDER_WAY_IN_ROOMS = 8, 2
 _ALIGN_BYTES = 16  # every tensor starts aligned in its chunk: unaligned copies are slow
 # First words of both sides; odd numbers, so that a link out of step is noticed.
 _OFFERED, _ACCEPTED, _CALLED_OFF = 0x6F66666572, 0x616363657074, 0x63616C6C6F6666
+
+type Described = tuple[str, str, list[int]]
+"""Name, dtype and shape of a tensor."""
 
 
 @dataclass
@@ -61,6 +64,8 @@ class Transport:
         global_ranks: global rank of each member.
         device: where the group's collectives take their tensors.
         timeout_s: limit of one step; a peer that does not answer in it raises PeerLost.
+        tag: tells the messages of this transport from others that use the group at the same time;
+            NCCL knows no tags.
         chunk_bytes: limit of a message. The extra memory of a transfer on either side is at most
             two messages of small tensors; tensors of 1 MiB and more take none, unless they are
             not contiguous (then a copy of one of them) or lie on another device (then they go
@@ -74,9 +79,11 @@ class Transport:
         device: torch.device,
         *,
         timeout_s: float = 600.0,
+        tag: int = 0,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self._group = group
+        self._tag = tag
         self._ranks = tuple(global_ranks)
         self._device = device
         self._timeout = datetime.timedelta(seconds=timeout_s)
@@ -100,7 +107,7 @@ class Transport:
         """
         what = f"sending {parcel.label} to pp_rank {peer}"
         try:
-            manifest = orjson.dumps({"tensors": _describe(parcel.tensors), "values": parcel.values})
+            manifest = orjson.dumps({"tensors": describe(parcel.tensors), "values": parcel.values})
             messages = self._messages(parcel.tensors)
         except Exception:
             with contextlib.suppress(TransportError):
@@ -156,12 +163,9 @@ class Transport:
             if problem := _mismatch(described, into, new):
                 raise TransportError(f"{label} from pp_rank {peer} does not fit: {problem}")
             assert all(tensor.is_contiguous() for tensor in into.values())
-            tensors = {
-                name: into[name]
-                if name in into
-                else torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
-                for name, dtype, shape in described
-            }
+            # In the sender's order, which is that of the messages.
+            made = self.allocate(row for row in described if row[0] not in into)
+            tensors = {name: into[name] if name in into else made[name] for name, *_ in described}
             parcel = Parcel(label, tensors, values)
             messages = self._messages(tensors)
         except Exception:
@@ -179,6 +183,13 @@ class Transport:
             while under_way:
                 self._take(*under_way.popleft(), parcel)
         return parcel
+
+    def allocate(self, described: Iterable[Described]) -> dict[str, torch.Tensor]:
+        """New tensors, not filled, for what `describe` told of others; they are the caller's."""
+        return {
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+            for name, dtype, shape in described
+        }
 
     def _take(
         self, work: dist.Work | None, message: _Message, arrived: torch.Tensor, parcel: Parcel
@@ -258,10 +269,10 @@ class Transport:
         return tensor
 
     def _start_sending(self, tensor: torch.Tensor, peer: int) -> dist.Work | None:
-        return dist.isend(tensor, self._ranks[peer], group=self._group)
+        return dist.isend(tensor, self._ranks[peer], group=self._group, tag=self._tag)
 
     def _start_receiving(self, tensor: torch.Tensor, peer: int) -> dist.Work | None:
-        return dist.irecv(tensor, self._ranks[peer], group=self._group)
+        return dist.irecv(tensor, self._ranks[peer], group=self._group, tag=self._tag)
 
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None, "this rank is not in the group"
@@ -332,7 +343,8 @@ class _Message:
                 target[piece.offset : piece.stop].copy_(arrived[piece.start : piece.end])
 
 
-def _describe(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, str, list[int]]]:
+def describe(tensors: Mapping[str, torch.Tensor]) -> list[Described]:
+    """Name, dtype and shape of tensors."""
     return [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
 
 
@@ -375,7 +387,7 @@ def _mismatch(
 ) -> str | None:
     """Say how what is offered differs from what is wanted; None when it fits."""
     offered = {name: f"{dtype}{list(shape)}" for name, dtype, shape in described}
-    wanted = {name: f"{dtype}{list(shape)}" for name, dtype, shape in _describe(into)}
+    wanted = {name: f"{dtype}{list(shape)}" for name, dtype, shape in describe(into)}
     for name, want in wanted.items():
         if name not in offered:
             return f"{name}, wanted as {want}, was not sent"

@@ -25,9 +25,11 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from scripts import overlapped_moves
 from scripts.migration_ranks import Move, measure
 from scripts.results import write_results
 
+OVERLAP = "in training"
 GOAL_SHARE = 0.8
 GOAL_BYTES = 16 * 2**20  # layers of this size and more are to reach it
 # So that freed memory is given back, and resident memory is what is in use.
@@ -69,7 +71,9 @@ def main() -> int:
     """Run all cells and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--rounds", type=int, default=5, help="there and back, of each cell")
-    parser.add_argument("--cell", action="append", choices=[cell.name for cell in CELLS])
+    parser.add_argument("--overlap-rounds", type=int, default=3, help="runs in training, both ways")
+    names = [*(cell.name for cell in CELLS), OVERLAP]
+    parser.add_argument("--cell", action="append", choices=names)
     args = parser.parse_args()
     # Before the server of the ranks starts: the C library reads them once.
     os.environ.update(PLAIN_MALLOC)
@@ -81,10 +85,17 @@ def main() -> int:
             with console.status(cell.name):
                 found = run_ranks(measure, cell.ranks, args.rounds, *cell.flags, timeout_s=120)
             rows.append(summary(cell, found))
-    show(rows)
+    if rows:
+        show(rows)
+    wrong = [row["cell"] for row in rows if not row["digests_equal"]]
+    if args.cell is None or args.cell == [OVERLAP]:
+        with console.status(OVERLAP):
+            row = overlapped_moves.measure(args.overlap_rounds)
+        console.print(overlapped_moves.table(row))
+        wrong += [row["cell"]] * (not row["loss_equal"])
+        rows.append(row)
     if args.cell is None:
         write_results("migration", "real", "make bench-migration", rows)
-    wrong = [row["cell"] for row in rows if not row["digests_equal"]]
     for name in wrong:
         console.print(f"[red]{name}: the model has changed[/red]")
     return bool(wrong)

@@ -12,7 +12,8 @@ DOCUMENT = ROOT / "docs" / "faults.md"
 RESULTS = FOLDER / "faults.json"
 COMMAND = "make test-matrix"
 
-PHASES = ("prepare", "transfer", "commit", "rebuild", "verify")
+# The last one is that of moves whose optimizer state follows while the next iteration computes.
+PHASES = ("prepare", "transfer", "commit", "rebuild", "verify", "landing")
 KINDS = ("exception", "out of memory", "wrong shape", "timeout", "killed process")
 BITFLIP = "flipped bit"
 CONTINUED, STOPPED, HANG, SILENT = "continued", "stopped_clean", "hang", "silent"
@@ -45,7 +46,7 @@ class Cell(NamedTuple):
 
 MEMORY_CELLS = [
     *(Cell(MEMORY, phase, rank, kind) for phase, kind, rank in product(PHASES, KINDS, range(3))),
-    *(Cell(MEMORY, "transfer", rank, BITFLIP) for rank in range(3)),
+    *(Cell(MEMORY, phase, rank, BITFLIP) for phase in ("transfer", "landing") for rank in range(3)),
 ]
 
 # In real training a fault strikes a method of the stage: phase -> methods called there.
@@ -68,6 +69,7 @@ REAL_CELLS = [
     ),
     *(Cell(REAL, "transfer", rank, "killed process") for rank in range(2)),
     *(Cell(REAL, "transfer", rank, BITFLIP) for rank in range(2)),
+    *(Cell(REAL, "landing", rank, "exception in fingerprint") for rank in range(2)),
     Cell(REAL_DP, "prepare", 1, "exception in prepare"),
     Cell(REAL_DP, "prepare", 1, "exception in settle"),
     Cell(REAL_DP, "prepare", 2, "exception in fingerprints"),

@@ -22,7 +22,7 @@ from megatron_dynmo.clock import Clock, make_clock
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.dynamics.layer_work import is_moe_layer
 from megatron_dynmo.dynamics.protocol import Step
-from megatron_dynmo.errors import LayoutError
+from megatron_dynmo.errors import ConfigError, LayoutError
 from megatron_dynmo.layout import LayerLayout
 from megatron_dynmo.migrator import MigrationReport
 from megatron_dynmo.plan import MigrationPlan, build_plan
@@ -176,9 +176,21 @@ class MegatronRun:
             All ranks of the pipeline group.
         """
         support.require_movable(self.args)
+        self._check_overlap(config)
         assert len(self.stage.specs) == self.num_layers
         for move in config.forced_moves:
             self.check_layout(self.parse_layout(move.layout))
+
+    def _check_overlap(self, config: DynMoConfig) -> None:
+        if not config.overlap_moves:
+            return
+        remedy = "leave --dynmo-overlap-moves out, and moves are whole before training goes on"
+        if self.device.type == "cuda":
+            # Megatron's messages and ours would be two NCCL communicators at work at once, or one
+            # used by two threads; neither could be tried.
+            raise ConfigError(f"moves overlap with computation over gloo only, not NCCL; {remedy}")
+        if self.is_emulated:
+            raise ConfigError(f"the time of an emulated move knows no overlap; {remedy}")
 
     def parse_layout(self, text: str) -> LayerLayout:
         """Read a Megatron layout string for this run.

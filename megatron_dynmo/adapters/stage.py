@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,8 +36,8 @@ from megatron_dynmo.adapters.topology import Topology
 from megatron_dynmo.checksum import checksum
 from megatron_dynmo.errors import ConservationError, MigrationError
 from megatron_dynmo.layout import LayerLayout
-from megatron_dynmo.migrator import unit_name
 from megatron_dynmo.plan import LayerMove, MigrationPlan
+from megatron_dynmo.stage import unit_name
 from megatron_dynmo.transport import Parcel
 
 
@@ -70,10 +70,12 @@ class MegatronStage:
 
     Attributes:
         new_tensors: see `Stage`.
+        late_tensors: see `Stage`.
         num_reforms: how often wrapper and optimizer were rebuilt because parameters changed.
     """
 
     new_tensors = ("state/", "extra/")
+    late_tensors = ("state/",)
 
     def __init__(
         self,
@@ -280,18 +282,23 @@ class MegatronStage:
         self._pending = _Pending()
         torch.cuda.empty_cache()
 
-    def fingerprints(self) -> dict[str, int]:
+    def fingerprint(self, parcel: Parcel) -> int:
+        """See `Stage.fingerprint`."""
+        # Extra state is left out: modules may write it anew from what they loaded. It is compared
+        # where it arrives.
+        return checksum(
+            tensor
+            for name, tensor in sorted(parcel.tensors.items())
+            if not name.startswith("extra/")
+        )
+
+    def fingerprints(self, without: Collection[int] = ()) -> dict[str, int]:
         """See `Stage.fingerprints`."""
-        found = {}
-        for number in self.layers():
-            parcel = self.parcel(number)
-            # Extra state is left out: modules may write it anew from what they loaded. It is
-            # compared where it arrives.
-            found[unit_name(number)] = checksum(
-                tensor
-                for name, tensor in sorted(parcel.tensors.items())
-                if not name.startswith("extra/")
-            )
+        found = {
+            unit_name(number): self.fingerprint(self.parcel(number))
+            for number in self.layers()
+            if number not in without
+        }
         found["embedding and output"] = checksum(
             tensor for _, tensor in sorted(self._rest_tensors().items())
         )

@@ -78,7 +78,9 @@ def _between_iterations(original: Callable[..., Any]) -> Callable[..., Any]:
 
         def timed_schedule(*args: Any, **kwargs: Any) -> Any:
             active.begin_schedule()
-            return schedule(*args, **kwargs)
+            losses = schedule(*args, **kwargs)
+            active.end_schedule()
+            return losses
 
         call.arguments["forward_backward_func"] = timed_schedule
         active.begin_iteration(iteration + 1)

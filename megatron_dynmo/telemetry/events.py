@@ -262,6 +262,7 @@ def migration_event(
     num_bytes: int,
     duration_ms: float,
     layers_moved: Sequence[int],
+    overlapped_ms: float = 0.0,
 ) -> dict[str, Any]:
     """Describe a move that was made.
 
@@ -269,8 +270,9 @@ def migration_event(
         old_layout: Megatron layout string before.
         new_layout: and after.
         num_bytes: bytes sent between ranks, over the whole job.
-        duration_ms: from the end of one iteration to readiness for the next.
+        duration_ms: for how long training stood still.
         layers_moved: layer numbers, ascending.
+        overlapped_ms: for how long optimizer state travelled while the next iteration computed.
     """
     return {
         "event": "migration",
@@ -279,6 +281,7 @@ def migration_event(
         "bytes": num_bytes,
         "duration_ms": duration_ms,
         "layers_moved": list(layers_moved),
+        "overlapped_ms": overlapped_ms,
     }
 
 

@@ -1,14 +1,14 @@
 """A stage of a model that is nothing but numbers, and faults to inject into its moves."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
 from megatron_dynmo.checksum import checksum
 from megatron_dynmo.errors import ConservationError
 from megatron_dynmo.layout import LayerLayout
-from megatron_dynmo.migrator import unit_name
 from megatron_dynmo.plan import LayerMove, MigrationPlan
+from megatron_dynmo.stage import unit_name
 from megatron_dynmo.transport import Parcel
 
 # Where a fault can strike: the methods of a stage, in the order in which a move calls them.
@@ -27,7 +27,7 @@ class MemoryStage:
         fault: the step that fails on this rank; None for none.
     """
 
-    new_tensors = ("state/",)
+    new_tensors = late_tensors = ("state/",)
 
     def __init__(self, rank: int, layout: LayerLayout, fault: str | None = None) -> None:
         self.rank = rank
@@ -97,8 +97,12 @@ class MemoryStage:
         if self.fault == "touch the rest":
             self.rest += 1
 
-    def fingerprints(self) -> dict[str, int]:
-        found = {unit_name(n): checksum(layer.values()) for n, layer in self.held.items()}
+    def fingerprint(self, parcel: Parcel) -> int:
+        return checksum(tensor for _, tensor in sorted(parcel.tensors.items()))
+
+    def fingerprints(self, without: Collection[int] = ()) -> dict[str, int]:
+        held = [number for number in self.held if number not in without]
+        found = {unit_name(n): self.fingerprint(Parcel("", self.held[n])) for n in held}
         return found | {"rest": checksum([self.rest])}
 
     def check_ownership(self, layout: LayerLayout) -> None:

@@ -17,6 +17,7 @@ from megatron_dynmo.errors import MigrationError
 from megatron_dynmo.layout import LayerLayout
 from megatron_dynmo.migrator import Migrator, MoveRefused
 from megatron_dynmo.plan import build_plan
+from megatron_dynmo.stage import late_name
 from megatron_dynmo.transport import Transport
 from tests.distributed.memory_stage import MemoryStage, layers_of, new_layer
 from tests.fault_table import (
@@ -43,7 +44,10 @@ STEP = {
     "commit": "commit",
     "rebuild": "rebuild",
     "verify": "check_ownership",
+    "landing": "late",
 }
+SENT_BY = (2, 4, 6)  # by rank
+LATE = late_name("")
 PATIENT_S, IMPATIENT_S = 30.0, 3.0
 # Beyond the limit: for the machine to notice, and for the sleeper to wake.
 SLACK_S = 20.0
@@ -69,6 +73,7 @@ class Fault:
         if self.kind == "out of memory":
             raise torch.OutOfMemoryError("injected: out of memory")
         if self.kind == "timeout":
+            self.armed = False
             time.sleep(IMPATIENT_S + 2)
         if self.kind == "killed process":
             os._exit(9)
@@ -117,8 +122,20 @@ class FaultyStage(MemoryStage):
 
     def accept(self, move, parcel):
         super().accept(move, parcel)
-        if self.injected is not None and self.injected.armed and self.injected.kind == BITFLIP:
+        fault = self.injected
+        if fault is not None and fault.armed and (fault.kind, fault.step) == (BITFLIP, "parcel"):
             self.incoming[move.layer_number]["weight"].view(torch.int32)[3] ^= 1
+
+    def fingerprint(self, parcel):
+        if parcel.label.startswith(LATE) and self.injected is not None:
+            is_sent = parcel.label.endswith(str(SENT_BY[self.rank]))
+            if self.injected.kind == "wrong shape" and self.injected.step == "late":
+                parcel.tensors["state/moment"] = torch.zeros(8)
+            elif self.injected.kind == BITFLIP and not is_sent:
+                parcel.tensors["state/moment"].view(-1).view(torch.int32)[0] ^= 1
+            else:
+                self.injected.strike(self, "late")
+        return super().fingerprint(parcel)
 
     def rollback(self) -> None:
         super().rollback()
@@ -144,11 +161,14 @@ def _strike(rank: int, world_size: int, cell: Cell, folder: str) -> None:
     fault = Fault(cell.fault, STEP[cell.phase]) if rank == cell.rank else None
     stage = FaultyStage(rank, _layout(OLD), groups[0], fault)
     transport = Transport(groups[1], range(RANKS), torch.device("cpu"), timeout_s=limit_s)
-    migrator = Migrator(rank, stage, transport, Consensus(torch.device("cpu"), groups[0]))
+    late = Transport(groups[1], range(RANKS), torch.device("cpu"), timeout_s=limit_s, tag=1)
+    migrator = Migrator(rank, stage, transport, Consensus(torch.device("cpu"), groups[0]), late)
     plan = build_plan(_layout(OLD), _layout(NEW))
     started = time.monotonic()
     try:
-        migrator.migrate(plan)
+        migrator.migrate(plan, overlap=cell.phase == "landing")
+        if cell.phase == "landing":
+            migrator.land()
         ended, said = "moved", ""
     except Exception as error:
         ended, said = type(error).__name__, str(error)
@@ -222,6 +242,8 @@ FAST = [
     Cell(MEMORY, "commit", 2, "killed process"),
     Cell(MEMORY, "rebuild", 0, "out of memory"),
     Cell(MEMORY, "verify", 1, "wrong shape"),
+    Cell(MEMORY, "landing", 1, "exception"),
+    Cell(MEMORY, "landing", 2, BITFLIP),
 ]
 assert set(FAST) <= set(MEMORY_CELLS)
 

@@ -30,8 +30,10 @@ def layout(text: str) -> LayerLayout:
 def make(rank: int, stage: MemoryStage, **options) -> Migrator:
     # A group of its own, as a pipeline's is: gloo closes a group's links after a timeout.
     group = torch.distributed.new_group(range(RANKS))
-    transport = Transport(group, range(RANKS), torch.device("cpu"), **options)
-    return Migrator(rank, stage, transport, Consensus(torch.device("cpu")))
+    transport, late = (
+        Transport(group, range(RANKS), torch.device("cpu"), tag=tag, **options) for tag in (0, 1)
+    )
+    return Migrator(rank, stage, transport, Consensus(torch.device("cpu")), late)
 
 
 def expected(rank: int, text: str) -> dict[int, list[list[float]]]:
@@ -41,23 +43,32 @@ def expected(rank: int, text: str) -> dict[int, list[list[float]]]:
     }
 
 
-def _walk(rank: int, world_size: int) -> list[dict[str, object]]:
+def _walk(rank: int, world_size: int, overlap: bool) -> list[dict[str, object]]:
     """Five moves in a row, the last one back to where it began."""
     stage = MemoryStage(rank, layout(OLD))
     migrator = make(rank, stage, chunk_bytes=16)
     path = [OLD, NEW, BUSY, RING, "Etttttt||L", OLD]
     rows = []
     for old, new in itertools.pairwise(path):
-        report = migrator.migrate(build_plan(layout(old), layout(new)))
+        report = migrator.migrate(build_plan(layout(old), layout(new)), overlap=overlap)
+        phases = {"prepare", "transfer", "commit", "rebuild", "verify"}
+        if overlap:
+            weights = {n: layer["weight"].tolist() for n, layer in stage.layers().items()}
+            assert weights == {n: rows[0] for n, rows in expected(rank, new).items()}
+            stood_ms = report.duration_ms
+            report = migrator.land()
+            phases.add("landing")
+            assert report.duration_ms > stood_ms and report.overlapped_ms > 0
         assert stage.contents() == expected(rank, new)
-        assert set(report.phase_ms) == {"prepare", "transfer", "commit", "rebuild", "verify"}
+        assert set(report.phase_ms) == phases
         rows.append({"layers": report.layer_numbers, "bytes": report.num_bytes})
     assert stage.rolled_back == 0
     return rows
 
 
-def test_a_walk_through_layouts_conserves_every_number():
-    rows = run_ranks(_walk, RANKS)
+@pytest.mark.parametrize("overlap", [False, True], ids=["at once", "state follows"])
+def test_a_walk_through_layouts_conserves_every_number(overlap):
+    rows = run_ranks(_walk, RANKS, overlap)
     assert rows[0] == rows[1] == rows[2]
     for row in rows[0]:
         assert row["bytes"] == sum(4 * (7 + 3 * layer) for layer in row["layers"])

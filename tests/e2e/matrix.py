@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from dataclasses import dataclass
@@ -170,6 +171,28 @@ CELLS = (
     Configuration(
         "fp32, PP 2, dropout with --dynmo-layer-rng",
         *(2, 2, ("--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--dynmo-layer-rng")),
+    ),
+)
+
+# The same moves once more, with the optimizer's state following while the next iteration computes.
+FOLLOWED = (
+    "fp32, PP 3, 6 layers, tied",
+    "fp16 with loss scaling, PP 2",
+    "bf16 distributed optimizer, overlap, PP 2 x DP 2",
+    "bf16 distributed optimizer, overlap, PP 2 x EP 2, dense-first MoE with expert bias",
+    "bf16 distributed optimizer, overlap, PP 2 x DP 2, 2 virtual stages",
+    "fp32, PP 2 x DP 2, Muon",
+)
+CELLS = (
+    *CELLS,
+    *(
+        dataclasses.replace(
+            cell,
+            name=f"{cell.name}, state follows",
+            flags=(*cell.flags, "--dynmo-overlap-moves"),
+        )
+        for cell in CELLS
+        if cell.name in FOLLOWED
     ),
 )
 

@@ -44,6 +44,7 @@ def _inject(cell: Cell, rank: int) -> None:
 
     from megatron_dynmo.adapters.stage import MegatronStage
     from megatron_dynmo.migrator import Migrator
+    from megatron_dynmo.stage import late_name
 
     if rank != cell.rank:
         return
@@ -68,8 +69,13 @@ def _inject(cell: Cell, rank: int) -> None:
     )
     original = getattr(owner, name)
 
+    def is_struck(args) -> bool:
+        if cell.phase == "landing":  # in the thread that sends or receives what follows
+            return args[1].label.startswith(late_name(""))
+        return now["phase"] == cell.phase
+
     def failing(*args, **kwargs):
-        if now["phase"] != cell.phase or not now["armed"]:
+        if not now["armed"] or not is_struck(args):
             return original(*args, **kwargs)
         now["armed"] = False
         if kind == "killed process":
@@ -99,13 +105,14 @@ def still(tmp_path_factory):
     )
 
 
-def _train(run: str, fault, moves: str, folder):
+def _train(run: str, fault, moves: str, folder, *flags: str):
     run_ranks(
         train_ours,
         WORLD[run],
         None,
         fault,
         *FLAGS,
+        *flags,
         *("--dynmo-force-layout", moves, "--dynmo-log-dir", str(folder)),
         log_dir=folder / "ranks",
         timeout_s=200,
@@ -129,8 +136,9 @@ def _goes_on(cell: Cell, still, folder) -> str:
 
 def _stops(cell: Cell, folder) -> str:
     """Every living rank ends with what it holds, and nobody waits."""
+    flags = ("--dynmo-overlap-moves",) if cell.phase == "landing" else ()
     with pytest.raises(RanksFailed) as failed:
-        _train(cell.run, functools.partial(_inject, cell), f"2:{_target(cell)}", folder)
+        _train(cell.run, functools.partial(_inject, cell), f"2:{_target(cell)}", folder, *flags)
     errors = failed.value.errors
     assert sorted(errors) == list(range(WORLD[cell.run])), str(failed.value)
     for rank, text in errors.items():
