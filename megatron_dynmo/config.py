@@ -184,17 +184,27 @@ class DynMoConfig(
             read_emulation(self.emulate)  # a wrong file is a mistake in a flag
 
     def _refuse_idle(self, group: type[FlagGroup]) -> None:
-        """Refuse settings of a dynamic that is off: a run without it is not what was meant."""
-        if group.kind is None or group.is_on(self):
+        """Refuse settings of a dynamic, or of a variant of it, that is off.
+
+        A run without it is not what was meant.
+        """
+        if group.kind is None:
             return
         switch, *settings = dataclasses.fields(group)  # type: ignore[arg-type]
         given = [item for item in settings if getattr(self, item.name) != item.default]
-        if given:
-            names = " and ".join(PREFIX + item.name.replace("_", "-") for item in given)
+        if given and not group.is_on(self):
+            names = " and ".join(_flag_name(item) for item in given)
             raise ConfigError(
-                f"{names}: no effect without {PREFIX}{switch.name.replace('_', '-')}; add it, or "
-                "leave the rest out"
+                f"{names}: no effect without {_flag_name(switch)}; add it, or leave the rest out"
             )
+        variant = getattr(self, switch.name)
+        for item in given:
+            only_with = item.metadata["only_with"]
+            if only_with and variant not in only_with:
+                raise ConfigError(
+                    f"{_flag_name(item)}: no effect with {_flag_name(switch)} {variant}, only with "
+                    f"{' or '.join(only_with)}; leave it out"
+                )
 
     @property
     def dynamics(self) -> tuple[str, ...]:
@@ -264,6 +274,10 @@ class DynMoConfig(
             if text == "--dynmo" or text.startswith(PREFIX):
                 raise ConfigError(unknown_flag_message(text.partition("=")[0]))
         return cls.from_namespace(known)
+
+
+def _flag_name(item: dataclasses.Field[Any]) -> str:
+    return PREFIX + item.name.replace("_", "-")
 
 
 def _help(item: dataclasses.Field[Any]) -> str:

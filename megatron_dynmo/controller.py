@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from megatron_dynmo.config import DynMoConfig
@@ -286,10 +287,14 @@ class _Session:
             return
         self._has_learned = True
         decision = self._agreed(self._decider.decide(iteration, reports))
-        self.reporter.decision(iteration, decision, latest)
+        is_carried_out = decision.is_move and self._moves_by_itself
+        if decision.is_move and not is_carried_out:
+            self.reporter.decision(iteration, replace(decision, action="advise"), latest)
+        else:
+            self.reporter.decision(iteration, decision, latest)
         if not decision.is_move and self.elasticity is not None:
             self.elasticity.consider(iteration, latest.iteration_ms)
-        if not decision.is_move or not self._moves_by_itself:
+        if not is_carried_out:
             return
         try:
             self._run.check_layout(decision.new)

@@ -113,6 +113,7 @@ def summary(cell: Cell, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for phase in moves[0].peak_bytes
     }
     raw_ms = statistics.median(move.raw_ms for move in moves)
+    gathered = [move.gathered_ms for move in moves if move.gathered_ms is not None]
     phase_ms = {
         phase: statistics.median(move.phase_ms[phase] for move in moves)
         for phase in moves[0].phase_ms
@@ -126,6 +127,7 @@ def summary(cell: Cell, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "duration_ms": statistics.median(move.duration_ms for move in moves),
         "raw_transport_ms": raw_ms,
         "raw_into_used_memory_ms": statistics.median(move.raw_used_ms for move in moves),
+        "gathered_ms": statistics.median(gathered) if gathered else None,
         # Of each pair of neighbours in time, so that a slow minute of the machine counts for both.
         "share_of_raw": statistics.median(
             move.raw_ms / move.phase_ms["transfer"] for move in moves
@@ -150,6 +152,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         *phases,
         "raw message",
         "into used memory",
+        "shards gathered",
         "share of raw",
         "extra",
         "bound",
@@ -164,6 +167,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             *(f"{row['phase_ms'][phase]:.0f}" for phase in phases),
             f"{row['raw_transport_ms']:.0f}",
             f"{row['raw_into_used_memory_ms']:.0f}",
+            "" if row["gathered_ms"] is None else f"{row['gathered_ms']:.0f}",
             f"{row['share_of_raw']:.0%}",
             f"{row['peak_extra_bytes'] / 2**20:.1f}",
             f"{row['bound_bytes'] / 2**20:.1f}",

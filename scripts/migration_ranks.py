@@ -36,6 +36,8 @@ class Move:
         raw_ms: one tensor of as many bytes from the same sender to the same receiver, into new
             memory as a layer's, on the slowest rank.
         raw_used_ms: the same into memory that was in use before: pages that exist already.
+        gathered_ms: the same bytes another way: data-parallel replicas gather the shards of each
+            other, and every one sends the whole state; None with one replica.
         held_bytes: resident memory of this process before or after the move, whichever is more.
         peak_bytes: largest resident memory in each phase.
     """
@@ -45,6 +47,7 @@ class Move:
     phase_ms: dict[str, float]
     raw_ms: float
     raw_used_ms: float
+    gathered_ms: float | None
     held_bytes: int
     peak_bytes: dict[str, int]
 
@@ -103,7 +106,10 @@ def _bench(model: Any, optimizer: Any, rounds: int) -> dict[str, Any]:
     migrator = _watched_migrator(run)
     here, there = run.parse_layout(HERE), run.parse_layout(THERE)
     before = run.digests()
-    raw = _raw_message(run)
+    raw, gathered = _raw_message(run), _gathered_message(run)
+    dp_size = run.topology.world_size // 2
+    layer = next(iter(run.stage.layers().values()))  # all are alike
+    weight_bytes = sum(p.numel() * p.element_size() for p in layer.parameters())
     moves = []
     for number in range(2 * rounds + 1):
         old, new = (there, here) if number % 2 else (here, there)
@@ -111,7 +117,7 @@ def _bench(model: Any, optimizer: Any, rounds: int) -> dict[str, Any]:
         migrator.peaks.clear()
         report = migrator.migrate(build_plan(old, new))
         held = max(held, resident_bytes())
-        size = report.num_bytes // (run.topology.world_size // 2)
+        size = report.num_bytes // dp_size
         source = 1 if number % 2 else 0
         moves.append(
             Move(
@@ -120,6 +126,7 @@ def _bench(model: Any, optimizer: Any, rounds: int) -> dict[str, Any]:
                 phase_ms=report.phase_ms,
                 raw_ms=raw(size, source, into_new_memory=True),
                 raw_used_ms=raw(size, source, into_new_memory=False),
+                gathered_ms=gathered(size - weight_bytes, weight_bytes, source),
                 held_bytes=held,
                 peak_bytes=dict(migrator.peaks),
             )
@@ -177,6 +184,40 @@ def _raw_message(run: Any) -> Any:
         else:
             into = torch.empty(size, dtype=torch.uint8) if into_new_memory else buffer[:size]
             dist.irecv(into, peer, group=topology.pp_group).wait()
+        return consensus.slowest((time.perf_counter() - started) * 1e3)
+
+    return send
+
+
+def _gathered_message(run: Any) -> Any:
+    """A function that gathers shards, sends them whole with the weights, and says how long it took.
+
+    What a move would do that did not send shards from rank to rank: the comparison to be had.
+    """
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megatron_dynmo.consensus import Consensus
+
+    topology, consensus = run.topology, Consensus(run.device)
+    replicas = parallel_state.get_data_parallel_group()
+
+    def send(shard_bytes: int, weight_bytes: int, source: int) -> float | None:
+        count = dist.get_world_size(replicas)
+        if count == 1:
+            return None
+        shard = torch.ones(shard_bytes, dtype=torch.uint8)
+        peer = topology.pp_global_ranks[1 - topology.pp_rank]
+        dist.barrier()
+        started = time.perf_counter()
+        whole = torch.empty(count * shard_bytes + weight_bytes, dtype=torch.uint8)
+        if topology.pp_rank == source:
+            state = whole[: count * shard_bytes]
+            dist.all_gather(list(state.chunk(count)), shard, group=replicas)
+            dist.isend(whole, peer, group=topology.pp_group).wait()
+        else:
+            dist.irecv(whole, peer, group=topology.pp_group).wait()
         return consensus.slowest((time.perf_counter() - started) * 1e3)
 
     return send

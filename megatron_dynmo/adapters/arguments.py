@@ -28,14 +28,14 @@ def prepare(args: Namespace) -> None:
     if config.mode == "balance" and args.pipeline_model_parallel_size > 1:
         checkpoint.restore_layout(args, saved)
     checkpoint.restore_memory(args, saved)
-    if config.dynamics:
-        from megatron_dynmo.dynamics import dynamics  # only where asked for: they import kernels
-
-        dynamics.require_supported(config, args)
     checkpoint.restore_dynamics(args, saved, config.dynamics)
     checkpoint.require_same_buckets(args, saved, config.follows_layers)
     if getattr(args, "use_checkpoint_args", False):
         return  # as above
+    if config.dynamics:
+        from megatron_dynmo.dynamics import dynamics  # only where asked for: they import kernels
+
+        dynamics.require_supported(config, args)
     support.require_legal_split(args)
     require_legal_batches(args)
     if config.mode == "balance" and args.pipeline_model_parallel_size > 1:

@@ -131,6 +131,10 @@ def _show(
     reasons: dict[str, str],
     can_move: bool,
 ) -> None:
+    for reason in (*found.reasons, *map(_patch_line, problems)):
+        console.print(f"cannot be moved: {reason}", style="red")
+    if can_move:
+        console.print("layers of this run can be moved", style="green")
     table = Table(title="Features under which layers cannot be moved")
     table.add_column("feature", no_wrap=True)
     table.add_column("this run", no_wrap=True)
@@ -147,10 +151,6 @@ def _show(
         console.print(f"layout at the start: {found.layout} (legal)")
     for note in found.notes:
         console.print(f"note: {note}")
-    for reason in (*found.reasons, *map(_patch_line, problems)):
-        console.print(f"cannot be moved: {reason}", style="red")
-    if can_move:
-        console.print("layers of this run can be moved", style="green")
 
 
 def _patch_line(problem: dict[str, Any]) -> str:

@@ -24,15 +24,19 @@ __all__ = [
 ]
 
 
-def flag(default: Any, help: str, **kwargs: Any) -> Any:
+def flag(default: Any, help: str, *, only_with: tuple[str, ...] = (), **kwargs: Any) -> Any:
     """Declare a config field together with its command line flag.
 
     Args:
         default: value without the flag.
         help: text of `--help`.
+        only_with: values of the first flag of the group with which this one has an effect; none
+            for all.
         **kwargs: further words for `argparse.ArgumentParser.add_argument`.
     """
-    return field(default=default, metadata={"help": help, "argparse": kwargs})
+    return field(
+        default=default, metadata={"help": help, "only_with": only_with, "argparse": kwargs}
+    )
 
 
 def auto_or_count(text: str) -> int | None:

@@ -104,6 +104,7 @@ class EarlyExitFlags(FlagGroup):
         "probability",
         "what confidence is: the probability of the likeliest class, or the gap to the second",
         choices=["probability", "gap"],
+        only_with=("confidence",),
     )
     early_exit_classes: int = flag(
         256,
@@ -111,9 +112,14 @@ class EarlyExitFlags(FlagGroup):
         "the vocabulary, or more, the next token itself",
         type=count,
         metavar="N",
+        only_with=("confidence",),
     )
     early_exit_loss_weight: float = flag(
-        0.1, "weight of each exit head's loss", type=_weight, metavar="X"
+        0.1,
+        "weight of each exit head's loss",
+        type=_weight,
+        metavar="X",
+        only_with=("confidence",),
     )
 
     def is_on(self) -> bool:

@@ -51,6 +51,7 @@ class FreezingFlags(FlagGroup):
         "layers 1 to LAST_LAYER are frozen after an iteration, none with 0: "
         "ITER:LAST_LAYER[;ITER:LAST_LAYER...]",
         metavar="TEXT",
+        only_with=("schedule",),
     )
     freeze_embedding: str = flag(
         "auto",
@@ -63,9 +64,14 @@ class FreezingFlags(FlagGroup):
         "autofreeze and egeria: iterations from one evaluation to the next",
         type=count,
         metavar="N",
+        only_with=("autofreeze", "egeria"),
     )
     freeze_keep: int = flag(
-        1, "autofreeze and egeria: how many of the last layers stay", type=non_negative, metavar="N"
+        1,
+        "autofreeze and egeria: how many of the last layers stay",
+        type=non_negative,
+        metavar="N",
+        only_with=("autofreeze", "egeria"),
     )
     freeze_percentile: float = flag(
         0.5,
@@ -73,15 +79,21 @@ class FreezingFlags(FlagGroup):
         "layers that are trained",
         type=fraction,
         metavar="X",
+        only_with=("autofreeze",),
     )
     freeze_window: int = flag(
-        3, "egeria: evaluations over which a slope is fitted", type=count, metavar="N"
+        3,
+        "egeria: evaluations over which a slope is fitted",
+        type=count,
+        metavar="N",
+        only_with=("egeria",),
     )
     freeze_tolerance: float = flag(
         0.2,
         "egeria: a layer is ripe when its plasticity changes by at most this share per evaluation",
         type=fraction,
         metavar="X",
+        only_with=("egeria",),
     )
     freeze_thaw_ratio: float = flag(
         0.1,
@@ -89,6 +101,7 @@ class FreezingFlags(FlagGroup):
         "was at the last freeze; 0 never",
         type=fraction,
         metavar="X",
+        only_with=("egeria",),
     )
 
     def is_on(self) -> bool:
@@ -105,11 +118,6 @@ class FreezingFlags(FlagGroup):
         if self.freeze == "schedule" and not schedule:
             raise ConfigError(
                 "--dynmo-freeze schedule needs --dynmo-freeze-schedule, for example '100:4'"
-            )
-        if self.freeze not in (None, "schedule") and schedule:
-            raise ConfigError(
-                f"--dynmo-freeze-schedule '{self.freeze_schedule}' has an effect with "
-                f"--dynmo-freeze schedule only, not with {self.freeze}"
             )
         if self.freeze == "egeria" and self.freeze_window < 2:
             raise ConfigError(

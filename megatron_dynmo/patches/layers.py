@@ -26,8 +26,9 @@ def dynamics_of_run() -> Any:
     if active is not None and active.dynamics is None:
         from megatron.training.global_vars import get_args
 
-        from megatron_dynmo.dynamics.dynamics import Dynamics
+        from megatron_dynmo.dynamics.dynamics import Dynamics, require_supported
 
+        require_supported(active.config, get_args())  # some come from a checkpoint, not before
         active.dynamics = Dynamics(active.config, get_args())
     return None if active is None else active.dynamics
 

@@ -168,7 +168,7 @@ def cell_of(case: Case, setting: Setting) -> Cell:
         ranks=setting.ranks,
         flags=(
             *("--pipeline-model-parallel-size", "2"),
-            *(MOE if case.needs_moe else ()),
+            *((*MOE, "--moe-layer-freq", "2") if case.needs_moe else ()),
             *setting.flags,
             *case.flags,
         ),

@@ -26,6 +26,7 @@ DEFAULTS = {
     "min_gain_pct": 2.0,
     "memory_cap_gb": None,
     "force_layout": "",
+    "overlap_moves": False,
     "log_dir": None,
     "digest_interval": 0,
     "layer_rng": False,

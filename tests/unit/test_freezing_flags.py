@@ -29,10 +29,14 @@ def test_a_wrong_schedule_is_refused_by_its_piece(text, why):
 def test_flags_without_effect_are_refused():
     with pytest.raises(ConfigError, match="needs --dynmo-freeze-schedule"):
         DynMoConfig(freeze="schedule")
-    with pytest.raises(ConfigError, match="has an effect with --dynmo-freeze schedule only"):
+    with pytest.raises(
+        ConfigError, match="no effect with --dynmo-freeze egeria, only with schedule"
+    ):
         DynMoConfig(freeze="egeria", freeze_schedule="2:1")
     with pytest.raises(ConfigError, match="freeze-schedule: no effect without --dynmo-freeze;"):
         DynMoConfig(freeze_schedule="2:1")
+    with pytest.raises(ConfigError, match="freeze-window: no effect with --dynmo-freeze autofr"):
+        DynMoConfig(freeze="autofreeze", freeze_window=5)
     with pytest.raises(ConfigError, match="a slope needs 2 evaluations"):
         DynMoConfig(freeze="egeria", freeze_window=1)
     with pytest.raises(ConfigError, match="off leaves Megatron unpatched, so there is no freezing"):
