@@ -160,6 +160,16 @@ class DynMoConfig(
                 f"--dynmo-force-layout moves layers, which --dynmo-mode {self.mode} does not; "
                 "use --dynmo-mode balance"
             )
+        if self.overlap_moves and (self.mode != "balance" or self.emulate is not None):
+            raise ConfigError(
+                "--dynmo-overlap-moves has no effect "
+                + (
+                    f"with --dynmo-mode {self.mode}, which moves nothing"
+                    if self.mode != "balance"
+                    else "on emulated devices, whose time knows no overlap"
+                )
+                + "; leave it out"
+            )
         if self.packs and self.mode != "balance":
             raise ConfigError(
                 f"packing moves layers, which --dynmo-mode {self.mode} does not; "

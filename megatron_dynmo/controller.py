@@ -1,7 +1,8 @@
 """The one object the patches talk to: measures, decides, moves, reports.
 
 Tier: torch, not Megatron; a run is seen through `MegatronRun`. Everything happens between two
-iterations, on all ranks in lockstep and from the same numbers.
+iterations, on all ranks in lockstep and from the same numbers; only optimizer state may follow its
+layer while the next iteration computes.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from megatron_dynmo.version import __version__
 logger = logging.getLogger(__name__)
 
 LATE_TAG = 1  # beside Megatron's own messages in the pipeline group, which have none
+LATE_CHUNK_BYTES = 2**20  # these wait behind each other on one wire
 
 
 class Controller:
@@ -86,16 +88,17 @@ class Controller:
         self._session = _Session(self._config, run, consensus, self.form_groups)
 
     def begin_iteration(self, iteration: int) -> None:
-        """Before a step: let ranks leave or come back.
+        """Before a step: let ranks leave or come back, and make a move that is due.
 
         Args:
             iteration: 1-based number of the iteration that begins.
 
         Raises:
             LeavesTraining: This rank was packed away.
+            MigrationError: A move failed after its point of no return.
 
         Collective:
-            All ranks of the world, where ranks may leave.
+            All ranks of the world, where ranks may leave or a move is due.
         """
         if self._session is not None:
             self._session.begin_iteration(iteration)
@@ -186,7 +189,10 @@ class _Session:
         self.consensus = consensus
         memory = run.device_memory_bytes
         self._device_memory = None if memory is None else consensus.least(memory)
-        self._due: LayerLayout | None = None
+        # Saved between what was asked for and its being done.
+        unmade = [m for m in config.forced_moves if m.iteration == run.first_iteration]
+        is_unmade = config.overlap_moves and bool(unmade)
+        self._due = run.parse_layout(unmade[0].layout) if is_unmade else None
         self._following: tuple[int, MigrationPlan] | None = None
         self._follow_pipeline(run.first_iteration)
         self._has_learned = False
@@ -207,18 +213,22 @@ class _Session:
         """Decide for and move layers between the stages that there are now."""
         run, topology = self._run, self._run.topology
         self._decider = Decider(self._config, run, self.layout, self._device_memory, iteration)
-        transport, late_transport = (
-            Transport(
-                topology.pp_group,
-                topology.pp_global_ranks,
-                run.device,
-                timeout_s=run.timeout_s,
-                tag=tag,
-            )
-            for tag in (0, LATE_TAG)
-        )
         self._migrator = Migrator(
-            topology.pp_rank, run.stage, transport, self.consensus, late_transport
+            topology.pp_rank,
+            run.stage,
+            self._transport(),
+            self.consensus,
+            self._transport(tag=LATE_TAG, chunk_bytes=LATE_CHUNK_BYTES),
+        )
+
+    def _transport(self, **options: int) -> Transport:
+        run, topology = self._run, self._run.topology
+        return Transport(
+            topology.pp_group,
+            topology.pp_global_ranks,
+            run.device,
+            timeout_s=run.timeout_s,
+            **options,
         )
 
     def regrouped(self, iteration: int, layout: LayerLayout) -> None:
@@ -305,7 +315,7 @@ class _Session:
 
     def remember(self) -> None:
         """Have what was learned in the next checkpoint, if that differs from the last."""
-        if self._has_learned:
+        if self._has_learned and self._due is None:
             self._decider.remember()
             self._has_learned = False
 
@@ -341,7 +351,7 @@ class _Session:
         By then a checkpoint is saved and evaluation is over: nobody else reads the optimizer's
         state until the iteration has computed its gradients.
         """
-        if self._config.overlap_moves:
+        if self._config.overlap_moves and iteration < self._run.train_iters:
             self._due = new
         else:
             self.move(iteration, new)

@@ -9,6 +9,7 @@ optimizer steps. The sender holds it until then.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -20,18 +21,34 @@ from megatron_dynmo.errors import MigrationError, TransportError
 from megatron_dynmo.plan import LayerMove
 from megatron_dynmo.transport import Parcel, Transport
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
+
+@dataclass
 class LateParcel:
     """What one layer left behind, on either side.
 
     Attributes:
         move: the layer and its way.
         parcel: the sender's tensors, which are only read; or the receiver's, which are filled.
+            Its values are the sender's: the checksum from before the move.
+        held: of a receiver, the state as the rebuilt optimizer holds it.
     """
 
     move: LayerMove
     parcel: Parcel
+    held: Parcel | None = None
+
+    def hold(self, held: Parcel) -> None:
+        """Note what the optimizer holds.
+
+        Raises:
+            MigrationError: It has copied what is not there yet.
+        """
+        for name, tensor in self.parcel.tensors.items():
+            if held.tensors[name].data_ptr() != tensor.data_ptr():
+                raise MigrationError(f"the optimizer holds a copy of {name} of {held.label}")
+        self.held = held
 
 
 class Flight:
@@ -41,8 +58,7 @@ class Flight:
         pp_rank: this rank's pipeline rank.
         transport: for these parcels only, since other threads use the others.
         parcels: in the order of the plan, which is the same on both sides.
-        fingerprint: checksum of a parcel.
-        live: the state as the optimizer holds it now, by the label of the parcel it comes in.
+        fingerprint: checksum of a parcel; called in the thread.
 
     Attributes:
         duration_ms: how long they took; 0 until they have.
@@ -54,15 +70,14 @@ class Flight:
         transport: Transport,
         parcels: list[LateParcel],
         fingerprint: Callable[[Parcel], int],
-        live: dict[str, Parcel],
     ) -> None:
         self._pp_rank = pp_rank
         self._transport = transport
         self._parcels = parcels
         self._fingerprint = fingerprint
-        self._live = live
         self.duration_ms = 0.0
-        self._error: Exception | None = None
+        # Until the thread says that all is well, nothing is.
+        self._error: Exception | None = TransportError("the thread of what follows has died")
         # A daemon: a rank that fails in its iteration must end, and with it the others' wait.
         self._thread = threading.Thread(target=self._fly, name="dynmo-late-state", daemon=True)
         self._thread.start()
@@ -81,29 +96,29 @@ class Flight:
 
     def _fly(self) -> None:
         started = time.perf_counter()
+        failure: Exception | None = None
         with torch.no_grad():  # the mode belongs to a thread
             for late in self._parcels:
                 try:
-                    if self._error is None:
+                    if failure is None:
                         self._carry(late)
                     else:
                         self._call_off(late)
                 except Exception as error:
-                    self._error = self._error or error
+                    # Said at once: the iteration may fail of it before anybody lands.
+                    logger.error("%s: %s", late.parcel.label, error)
+                    failure = failure or error
         self.duration_ms = (time.perf_counter() - started) * 1e3
+        self._error = failure
 
     def _carry(self, late: LateParcel) -> None:
         move, parcel = late.move, late.parcel
         if move.src_pp_rank == self._pp_rank:
-            try:
-                parcel.values["fingerprint"] = self._fingerprint(parcel)
-            except Exception:
-                self._call_off(late)
-                raise
             self._transport.send(parcel, move.dst_pp_rank)
             return
+        assert late.held is not None
         received = self._transport.receive(parcel.label, move.src_pp_rank, parcel.tensors)
-        if self._fingerprint(self._live[parcel.label]) != received.values["fingerprint"]:
+        if self._fingerprint(late.held) != received.values["fingerprint"]:
             raise MigrationError(f"{parcel.label} changed on its way")
 
     def _call_off(self, late: LateParcel) -> None:

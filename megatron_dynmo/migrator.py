@@ -138,6 +138,9 @@ class Migrator:
         self._final(plan, "rebuild", timings, self._stage.rebuild, is_collective=True)
         self._final(plan, "rebuild", timings, self._stage.restore)
         self._final(plan, "verify", timings, lambda: self._verify(account))
+        flights: list[Flight] = []
+        if overlap:
+            self._final(plan, "verify", timings, lambda: flights.append(self._flight(account)))
         with self._heard_by_all(plan, "the end"):
             report = MigrationReport(
                 layer_numbers=plan.layer_numbers,
@@ -146,22 +149,14 @@ class Migrator:
                 duration_ms=self._consensus.slowest((time.perf_counter() - started) * 1e3),
                 phase_ms=timings,
             )
-        if overlap:
-            self._follow(account, report)
+        if flights:
+            self._in_flight = plan, report, flights[0]
         return report
 
-    def _follow(self, account: _Account, report: MigrationReport) -> None:
+    def _flight(self, account: _Account) -> Flight:
         """Send the late parcels on their way."""
         assert self._late_transport is not None
-        live = {
-            late.parcel.label: self._parted(late.move.layer_number)[1]
-            for late in account.late
-            if late.move.dst_pp_rank == self._pp_rank
-        }
-        flight = Flight(
-            self._pp_rank, self._late_transport, account.late, self._stage.fingerprint, live
-        )
-        self._in_flight = account.plan, report, flight
+        return Flight(self._pp_rank, self._late_transport, account.late, self._stage.fingerprint)
 
     def land(self) -> MigrationReport:
         """Wait for what follows the layers of the last move, which was made with `overlap`.
@@ -184,7 +179,8 @@ class Migrator:
         with self._heard_by_all(plan, "the end"):
             return dataclasses.replace(
                 report,
-                duration_ms=report.duration_ms + self._consensus.slowest(timings["landing"]),
+                # The last rank to come waits for the state alone, the others for it as well.
+                duration_ms=report.duration_ms + self._consensus.least(timings["landing"]),
                 phase_ms=timings,
                 overlapped_ms=self._consensus.slowest(flight.duration_ms),
             )
@@ -243,6 +239,7 @@ class Migrator:
         parcel, later = self._parted(move.layer_number)
         parcel.values["fingerprint"] = self._stage.fingerprint(parcel)
         parcel.values["late"] = describe(later.tensors)
+        later.values["fingerprint"] = self._stage.fingerprint(later)
         account.late.append(LateParcel(move, later))
         account.num_bytes += parcel.num_bytes + later.num_bytes
         return parcel
@@ -279,8 +276,11 @@ class Migrator:
     def _verify(self, account: _Account) -> None:
         self._stage.check_ownership(account.plan.new)
         expected, found = account.expected, self._stage.fingerprints(account.in_two)
+        late = {parcel.move.layer_number: parcel for parcel in account.late}
         for number in account.in_two & self._stage.layers().keys():
-            found[unit_name(number)] = self._stage.fingerprint(self._parted(number)[0])
+            now, later = self._parted(number)
+            found[unit_name(number)] = self._stage.fingerprint(now)
+            late[number].hold(later)
         wrong = sorted(k for k in expected.keys() | found.keys() if expected.get(k) != found.get(k))
         if wrong:
             raise MigrationError(f"state changed on its way: {', '.join(wrong)}")
@@ -313,7 +313,8 @@ class Migrator:
         *,
         is_collective: bool = False,
     ) -> None:
-        others = f"Every other rank holds its layers of {plan.new}. {_RESTART}"
+        what = "the weights of its layers" if phase == "landing" else "its layers"
+        others = f"Every other rank holds {what} of {plan.new}. {_RESTART}"
 
         def explained() -> None:
             try:

@@ -74,7 +74,7 @@ class Stage(Protocol):
         """Give the optimizer back its state; talks to no other rank."""
 
     def fingerprint(self, parcel: Parcel) -> int:
-        """Checksum of a layer's parcel, or of a part of it."""
+        """Checksum of a layer's parcel, or of a part of it; also called from another thread."""
 
     def fingerprints(self, without: Collection[int] = ()) -> dict[str, int]:
         """Checksum of every unit of state held now: each layer (`layer 3`) and the rest.

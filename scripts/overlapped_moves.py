@@ -1,14 +1,13 @@
 """For how long training stands still for a move, at once and with state that follows.
 
 Part of `make bench-migration`: real training that moves a layer there and back, in interleaved runs
-with and without `--dynmo-overlap-moves`. What the wait is shortened by costs computing time of the
-iteration that follows, where both share the cores: so the whole time stands beside it.
+with and without `--dynmo-overlap-moves`. Each rank has one core, which the thread that sends or
+receives shares with the iteration: the worst case, so the whole time stands beside the wait.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import statistics
 import tempfile
 from pathlib import Path
@@ -59,11 +58,10 @@ def measure(rounds: int) -> dict[str, Any]:
     for number in range(rounds):
         # The order changes, so that neither always has the cooler machine.
         for overlaps in (False, True) if number % 2 == 0 else (True, False):
-            folder = Path(tempfile.mkdtemp())
-            flags = ("--dynmo-log-dir", str(folder), *(("--dynmo-overlap-moves",) * overlaps))
-            run_ranks(train, 2, *flags, timeout_s=300)
-            found[overlaps].append(_read(folder))
-            shutil.rmtree(folder)
+            with tempfile.TemporaryDirectory() as folder:
+                flags = ("--dynmo-log-dir", folder, *(("--dynmo-overlap-moves",) * overlaps))
+                run_ranks(train, 2, *flags, timeout_s=300)
+                found[overlaps].append(_read(Path(folder)))
     runs = [*found[False], *found[True]]
 
     def median(overlaps: bool, name: str) -> float:

@@ -182,15 +182,13 @@ class MegatronRun:
             self.check_layout(self.parse_layout(move.layout))
 
     def _check_overlap(self, config: DynMoConfig) -> None:
-        if not config.overlap_moves:
-            return
-        remedy = "leave --dynmo-overlap-moves out, and moves are whole before training goes on"
-        if self.device.type == "cuda":
+        if config.overlap_moves and self.device.type == "cuda":
             # Megatron's messages and ours would be two NCCL communicators at work at once, or one
             # used by two threads; neither could be tried.
-            raise ConfigError(f"moves overlap with computation over gloo only, not NCCL; {remedy}")
-        if self.is_emulated:
-            raise ConfigError(f"the time of an emulated move knows no overlap; {remedy}")
+            raise ConfigError(
+                "--dynmo-overlap-moves: moves overlap with computation over gloo only, not over "
+                "NCCL; leave it out, and moves are whole before training goes on"
+            )
 
     def parse_layout(self, text: str) -> LayerLayout:
         """Read a Megatron layout string for this run.

@@ -110,6 +110,8 @@ def compare(cell: Cell, folder: Path, *extra: str) -> dict[str, Any]:
     moved = train(cell, cell.moves, folder / "moved", *extra)
     assert sorted(still.losses) == list(range(1, cell.iterations + 1))
     assert not still.migrations and len(moved.migrations) == cell.num_moves
+    follows = "--dynmo-overlap-moves" in cell.flags
+    assert all((move["overlapped_ms"] > 0) == follows for move in moved.migrations)
     return {
         "cell": cell.name,
         "moves": len(moved.migrations),
