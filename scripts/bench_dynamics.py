@@ -44,7 +44,7 @@ from tests.ranks import RanksFailed
 COMMAND = "make bench-dynamics"
 TIMEOUT_S = 300  # a run
 QUICK_ITERATIONS = 12
-QUICK_MICROBATCHES = {"real": 2, "emulated": 4}
+QUICK_MICROBATCHES = {"real": 2, "emulated": 8}
 SNAPSHOTS = 5
 
 # Wide enough for the tables where the output is no terminal.
@@ -132,6 +132,11 @@ class Real:
         return self.kind.real_model
 
     @property
+    def note(self) -> str:
+        """What to know of the row."""
+        return self.kind.real_note
+
+    @property
     def static_flags(self) -> tuple[str, ...]:
         """Under which nothing moves."""
         if self.flags:
@@ -164,9 +169,19 @@ class Real:
         """What layers cost in the static run, on its pipeline."""
         return Case(recorded_trace(static), pipeline_of(static))
 
-    def limits(self, case: Case, static: Run) -> Limits | None:
-        """What no policy can exceed; not known where costs are measured."""
-        return None
+    def rest_ms(self, case: Case, static: Run) -> float:
+        """What an iteration takes beside its schedule: all that the closed form does not say."""
+        closed = float(case.iteration_ms(case.uniform, slice(None)).mean())
+        return max(static.mean_ms - closed, 0.0)
+
+    def limits(self, case: Case, static: Run) -> Limits:
+        """What no policy can exceed on the trace; measured costs bring their noise along."""
+        return limits_of(
+            case,
+            self.rest_ms(case, static),
+            {"mean": static.mean_ms, "settled": static.settled_ms},
+            len(static.settled),
+        )
 
     def cell(self, rounds: int) -> dict[str, Any]:
         """Measure, and make a row of the table."""
@@ -205,8 +220,7 @@ class Real:
             "iteration_ms": {name: over_time(rows) for name, rows in runs.items()},
             "levels": levels(static),
         }
-        limits = self.limits(case, static)
-        return cell if limits is None else cell | limits.fields(cell)
+        return cell | self.limits(case, static).fields(cell) | {"note": self.note}
 
 
 class Emulated(Real):
@@ -227,6 +241,11 @@ class Emulated(Real):
         """See `Real.kind_model`."""
         return self.kind.emulated_model
 
+    @property
+    def note(self) -> str:
+        """See `Real.note`."""
+        return self.kind.emulated_note
+
     def _train(self, folder: Path, *flags: str) -> Run:
         return train_emulated(
             folder, (*self.words, *flags), self.document, ranks=kinds.EMULATED_RANKS,
@@ -238,14 +257,9 @@ class Emulated(Real):
         pipeline = pipeline_of(static, emulation_from_json(self.document).link.hop_ms(0))
         return Case(emulated_trace(static, self.document), pipeline)
 
-    def limits(self, case: Case, static: Run) -> Limits | None:
-        """What no policy can exceed on this trace."""
-        return limits_of(
-            case,
-            emulation_from_json(self.document).optimizer_ms.at(1),
-            {"mean": static.mean_ms, "settled": static.settled_ms},
-            len(static.settled),
-        )
+    def rest_ms(self, case: Case, static: Run) -> float:
+        """See `Real.rest_ms`; here it is given."""
+        return emulation_from_json(self.document).optimizer_ms.at(1)
 
     def cell(self, rounds: int) -> dict[str, Any]:
         """See `Real.cell`."""
@@ -261,8 +275,16 @@ def over_time(runs: Sequence[Run]) -> list[float]:
 def pipeline_of(run: Run, p2p_ms: float = 0.0) -> Pipeline:
     """The pipeline that a run was trained on."""
     profile = run.of("profile")[-1]
-    num_stages = len({stage["pp_rank"] for stage in profile["stages"]})
-    return Pipeline(num_stages, profile["num_microbatches"], p2p_ms=p2p_ms)
+    num_stages, virtual_stages = (
+        len({stage[name] for stage in profile["stages"]}) for name in ("pp_rank", "vp_stage")
+    )
+    return Pipeline(
+        num_stages,
+        profile["num_microbatches"],
+        schedule="1f1b" if virtual_stages == 1 else "interleaved",
+        virtual_stages=virtual_stages,
+        p2p_ms=p2p_ms,
+    )
 
 
 def levels(run: Run) -> list[dict[str, Any]]:

@@ -64,10 +64,11 @@ class Learned:
     flops: np.ndarray
 
     @classmethod
-    def of(cls, run: Run) -> Learned:
+    def of(cls, run: Run, trial: Trial) -> Learned:
         """Read a run."""
         assert run.work is not None
-        return cls(len(run.lm_loss), run.lm_loss, np.cumsum(shares_of_dense(run.work)))
+        shares = shares_of_dense(run.work, trial)
+        return cls(len(run.lm_loss), run.lm_loss, np.cumsum(shares))
 
     @property
     def final_loss(self) -> float:
@@ -101,7 +102,7 @@ def main() -> int:
             console.print(f"[red]{trial.name} failed[/red]")
             console.print(str(error), markup=False, highlight=False)
             return None
-        return Learned.of(run)
+        return Learned.of(run, trial)
 
     with ThreadPoolExecutor(args.jobs) as pool, console.status("training"):
         dense, *found = pool.map(lambda trial: learn(trial, iterations), (DENSE_TRIAL, *chosen))
@@ -134,21 +135,40 @@ def words(trial: Trial, iterations: int, corpus: Any) -> tuple[str, ...]:
     )
 
 
-def shares_of_dense(work: np.ndarray) -> np.ndarray:
+def shares_of_dense(work: np.ndarray, trial: Trial) -> np.ndarray:
     """[iterations] training FLOPs of an iteration over the dense model's.
 
     Args:
-        work: [iterations, layers, 2] of forward and backward, of which the latter counts twice.
+        work: [iterations, layers, 2] of forward and backward over those of the untouched layer, of
+            which the latter counts twice.
+        trial: whose model it is.
     """
-    flag = dict(zip(CONVERGENCE_MODEL[::2], CONVERGENCE_MODEL[1::2], strict=True))
-    hidden, ffn, seq = (
-        int(flag[name]) for name in ("--hidden-size", "--ffn-hidden-size", "--seq-length")
-    )
-    layer = 2 * (4 * hidden * hidden + 2 * hidden * ffn) + 4 * seq * hidden  # of a token
-    output = 2 * hidden * VOCABULARY
+    dense, untouched = flops_of_layer(()), flops_of_layer(trial.model)
+    output = 2 * _number("--hidden-size", ()) * VOCABULARY
     num_layers = work.shape[1]
     layers = (work[:, :, 0] + 2 * work[:, :, 1]).sum(axis=1) / 3
-    return (layer * layers + output) / (layer * num_layers + output)
+    return (untouched * layers + output) / (dense * num_layers + output)
+
+
+def flops_of_layer(model: Sequence[str]) -> int:
+    """Forward FLOPs of a token in an untouched layer; a token of an MoE layer sees top-k MLPs.
+
+    Args:
+        model: flags beside CONVERGENCE_MODEL.
+    """
+    hidden, ffn, seq = (
+        _number(name, model) for name in ("--hidden-size", "--ffn-hidden-size", "--seq-length")
+    )
+    experts, topk = (_number(name, model) for name in ("--num-experts", "--moe-router-topk"))
+    mlp = (2 * topk * ffn + experts) if experts else 2 * ffn
+    return 2 * (4 * hidden * hidden + hidden * mlp) + 4 * seq * hidden
+
+
+def _number(name: str, model: Sequence[str]) -> int:
+    """The last value of a flag; 0 where it is not given."""
+    words = [*CONVERGENCE_MODEL, *model]
+    places = [i for i, word in enumerate(words) if word == name]
+    return int(words[places[-1] + 1]) if places else 0
 
 
 def cell_of(trial: Trial, run: Learned, dense: Learned, short: Learned | None) -> dict[str, Any]:

@@ -31,7 +31,7 @@ EMULATED_MODEL = words(
 )
 EMULATED_RANKS = 8
 EMULATED_LAYERS = 24
-EMULATED_ITERATIONS = 60
+EMULATED_ITERATIONS = 48
 EMULATION: dict[str, Any] = {
     "num_layers": EMULATED_LAYERS,
     "every_layer": {"forward_ms": 2.0, "backward_ms": 4.0, "memory_bytes": 400_000_000},
@@ -62,6 +62,8 @@ class Kind:
         real_model: flags of the model beside REAL_MODEL.
         emulated_model: flags of the model beside EMULATED_MODEL.
         emulated_flags: of the dynamic where they differ on the emulated machine.
+        real_note: what to know of the real row.
+        emulated_note: what to know of the emulated row.
     """
 
     name: str
@@ -70,6 +72,8 @@ class Kind:
     real_model: tuple[str, ...] = ()
     emulated_model: tuple[str, ...] = ()
     emulated_flags: Flags | None = None
+    real_note: str = ""
+    emulated_note: str = ""
 
 
 def nothing(iterations: int) -> tuple[str, ...]:
@@ -107,7 +111,7 @@ def adaptive_freezing(how: str) -> Flags:
 
 def skewed_experts(iterations: int) -> tuple[str, ...]:
     """A wave of skew that runs through the layers once in two runs."""
-    return ("--dynmo-moe-skew", f"phases:exponent=2,period={2 * iterations}")
+    return ("--dynmo-moe-skew", f"phases:exponent=3,period={2 * iterations}")
 
 
 def pruning(how: str, final: str) -> Flags:
@@ -176,18 +180,20 @@ KINDS: tuple[Kind, ...] = (
         skewed_experts,
         1.23,
         real_model=(*EXPERTS, "--moe-layer-freq", "([0]*3+[1]*5)"),
-        # Four stages of two expert-parallel ranks each.
+        # Two stages of four expert-parallel ranks each. Tokens of one expert each make the skew of
+        # ranks as large as it gets.
         emulated_model=(
             *EXPERTS,
             *words(
-                "--pipeline-model-parallel-size 4 "
-                "--expert-model-parallel-size 2 --global-batch-size 32"
+                "--moe-router-topk 1 --moe-router-pre-softmax --ffn-hidden-size 128 "
+                "--seq-length 32 --max-position-embeddings 32 --pipeline-model-parallel-size 2 "
+                "--expert-model-parallel-size 4 --global-batch-size 16"
             ),
         ),
     ),
     Kind(
         "freezing",
-        freezing(2, 4, 6),
+        freezing(2, 3, 4),
         2.23,
         real_model=UNTIED,
         emulated_model=UNTIED,
@@ -215,7 +221,8 @@ KINDS: tuple[Kind, ...] = (
         4.02,
         real_model=LONG,
         emulated_model=words(
-            "--seq-length 1024 --max-position-embeddings 1024 --global-batch-size 8"
+            "--seq-length 1024 --max-position-embeddings 1024 --num-attention-heads 1 "
+            "--global-batch-size 8"
         ),
         emulated_flags=hashed_attention(("19-24", "13-18", "7-12"), (16, 8, 4)),
     ),
@@ -226,8 +233,16 @@ KINDS: tuple[Kind, ...] = (
         4.52,
         emulated_flags=early_exit("saturation", 1.0, 0.99),
     ),
-    # Ten layers: with four a stage, both stages would have as many layers that are routed.
-    Kind("Mixture of Depths", mixture_of_depths, 1.17, real_model=words("--num-layers 10")),
+    # Layers in turn to the ranks, as interleaved schedules deal them: every other rank has routed
+    # layers only. In one piece a rank, whole layers have nothing to gain: its share of routed
+    # layers differs from that of others by one at most, and a full layer is more than that.
+    Kind(
+        "Mixture of Depths",
+        mixture_of_depths,
+        1.17,
+        real_model=words("--num-virtual-stages-per-pipeline-rank 4"),
+        emulated_model=words("--num-virtual-stages-per-pipeline-rank 3"),
+    ),
 )
 
 
