@@ -177,9 +177,17 @@ EXPERTS = words(
 )
 # Tied, the embedding would be trained by the output layer, and need its gradient from in front.
 UNTIED = ("--untie-embeddings-and-output-weights",)
+PRUNED_EVENLY = (
+    "Heads go by magnitude over the whole model, so layers keep unequal numbers of them. Single "
+    "weights and neurons go evenly after so little training (90 +- 1 % of each of 24 layers), and "
+    "whole layers would have nothing to gain."
+)
+IN_TURN = (
+    "Interleaved: layers go to the ranks in turn, so every other rank has all the routed ones. In "
+    "one piece a rank, ranks differ by one routed layer at most, which is less than the full layer "
+    "that would have to move: whole layers have nothing to gain."
+)
 KINDS: tuple[Kind, ...] = (
-    # Two ranks hold all experts each, so skew does not change what a layer takes, and what is to
-    # be balanced are the dense layers in front.
     Kind(
         "MoE",
         skewed_experts,
@@ -199,6 +207,9 @@ KINDS: tuple[Kind, ...] = (
                 "--expert-model-parallel-size 4 --global-batch-size 16"
             ),
         ),
+        real_note="Each rank holds all experts of its layers, so skew does not change what a layer "
+        "takes: uneven are the dense layers in front, from the start.",
+        emulated_note="A layer costs what the busiest of its four expert-parallel ranks has to do.",
     ),
     Kind(
         "freezing",
@@ -215,14 +226,16 @@ KINDS: tuple[Kind, ...] = (
         pruning("head", "0.6"),
         3.18,
         real_model=words(
-            "--lr 3e-3 --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 8 "
-            "--seq-length 512 --max-position-embeddings 512"
+            "--lr 3e-3 --ffn-hidden-size 256 --num-attention-heads 8 "
+            "--seq-length 384 --max-position-embeddings 384 --global-batch-size 4"
         ),
         emulated_model=words(
             "--lr 3e-3 --ffn-hidden-size 32 --num-attention-heads 8 "
             "--seq-length 128 --max-position-embeddings 128"
         ),
         emulated_flags=pruning("head", "0.75"),
+        real_note=PRUNED_EVENLY,
+        emulated_note=PRUNED_EVENLY,
     ),
     Kind(
         "sparse attention",
@@ -242,15 +255,14 @@ KINDS: tuple[Kind, ...] = (
         4.52,
         emulated_flags=early_exit("saturation", 1.0, 0.99),
     ),
-    # Layers in turn to the ranks, as interleaved schedules deal them: every other rank has routed
-    # layers only. In one piece a rank, whole layers have nothing to gain: its share of routed
-    # layers differs from that of others by one at most, and a full layer is more than that.
     Kind(
         "Mixture of Depths",
         mixture_of_depths,
         1.17,
         real_model=words("--num-virtual-stages-per-pipeline-rank 4"),
         emulated_model=words("--num-virtual-stages-per-pipeline-rank 3 --global-batch-size 8"),
+        real_note=IN_TURN,
+        emulated_note=IN_TURN,
     ),
 )
 
