@@ -8,7 +8,7 @@ import pytest
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.simulate.pipeline import Case, Pipeline
 from scripts.bench_dynamics import levels
-from scripts.convergence import flops_of_layer, shares_of_dense
+from scripts.convergence import Learned, flops_of_layer, shares_of_dense
 from scripts.dynamics_kinds import DENSE_TRIAL, EMULATED_LAYERS, EMULATION, KINDS, TRIALS, Trial
 from scripts.dynamics_limits import limits_of
 from scripts.dynamics_runs import FIRST_ITERATION, Run, emulated_trace
@@ -61,6 +61,16 @@ def test_flops_of_a_run_without_a_dynamic_are_those_of_the_dense_model():
     frozen = np.ones((1, 6, 2))
     frozen[0, :3, 1] = 0.0  # half of the layers keep a third of their work
     assert 2 / 3 < shares_of_dense(frozen, DENSE_TRIAL)[0] < 0.75
+
+
+def test_a_run_is_kept_for_the_same_flags_only(tmp_path):
+    run = Learned(2, [3.0, 2.0], np.array([0.5, 1.0]))
+    run.save(tmp_path / "learned.json", ["--a", "1"])
+    kept = Learned.kept(tmp_path / "learned.json", ("--a", "1"))
+    assert kept is not None
+    assert (kept.iterations, kept.losses, kept.flops.tolist()) == (2, [3.0, 2.0], [0.5, 1.0])
+    assert Learned.kept(tmp_path / "learned.json", ("--a", "2")) is None
+    assert Learned.kept(tmp_path / "other.json", ("--a", "1")) is None
 
 
 def test_a_token_of_a_moe_layer_costs_the_mlps_of_its_experts():
