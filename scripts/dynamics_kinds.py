@@ -169,8 +169,8 @@ def mixture_of_depths(iterations: int) -> tuple[str, ...]:
 
 
 LONG = words(
-    "--hidden-size 64 --ffn-hidden-size 256 --num-attention-heads 2 --seq-length 1024 "
-    "--max-position-embeddings 1024 --global-batch-size 4"
+    "--hidden-size 64 --ffn-hidden-size 256 --num-attention-heads 1 --seq-length 1024 "
+    "--max-position-embeddings 1024 --global-batch-size 6"
 )
 EXPERTS = words(
     "--num-experts 8 --moe-router-topk 2 --disable-bias-linear "
