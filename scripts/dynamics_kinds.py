@@ -112,8 +112,8 @@ def adaptive_freezing(how: str, every: float) -> Flags:
 
 
 def skewed_experts(iterations: int) -> tuple[str, ...]:
-    """A wave of skew that runs through the layers once in two runs."""
-    return ("--dynmo-moe-skew", f"phases:exponent=3,period={2 * iterations}")
+    """A wave of skew whose crest moves from the middle of the model into its front half."""
+    return ("--dynmo-moe-skew", f"phases:exponent=3,period={4 * iterations}")
 
 
 def counted_experts(iterations: int) -> tuple[str, ...]:
