@@ -133,7 +133,8 @@ def _best_ms(case: Case, row: int) -> float:
         p2p_ms=p.p2p_ms,
     )
     choice = choose_layout(
-        costs, p.num_stages, min_layers=0, current=case.layout(case.uniform), max_work=_MAX_WORK
-    )
+        costs, p.num_stages, virtual_stages=p.virtual_stages, min_layers=0,
+        current=case.layout(case.uniform), max_work=_MAX_WORK,
+    )  # fmt: skip
     bounds = choice.layout.chunk_boundaries
     return float(case.iteration_ms(bounds, slice(row, row + 1))[0])

@@ -19,11 +19,10 @@ def show(console: Console, block: str, cells: Sequence[dict[str, Any]]) -> None:
     """Print the table of one block."""
     if not cells:
         return
-    is_emulated = block == "emulated"
     table = Table(title=_TITLES[block])
     table.add_column("dynamic")
     columns = ["static", "best static", "dynmo", "speed-up", "settled", "to best static"]
-    columns += ["whole layers", "any split", "settled"] if is_emulated else []
+    columns += ["whole layers", "any split", "settled"]
     for column in (*columns, "abstract", "losses", "moves"):
         table.add_column(column, justify="right")
     for cell in cells:
@@ -34,15 +33,9 @@ def show(console: Console, block: str, cells: Sequence[dict[str, Any]]) -> None:
             f"{cell['speedup']:.2f}",
             f"{cell['settled_speedup']:.2f}",
             f"{cell['ratio_to_best_static']:.2f}",
-            *(
-                (
-                    f"{cell['oracle_speedup']:.2f}",
-                    f"{cell['ideal_speedup']:.2f}",
-                    f"{cell['settled_oracle_speedup']:.2f} {cell['settled_ideal_speedup']:.2f}",
-                )
-                if is_emulated
-                else ()
-            ),
+            f"{cell['oracle_speedup']:.2f}",
+            f"{cell['ideal_speedup']:.2f}",
+            f"{cell['settled_oracle_speedup']:.2f} {cell['settled_ideal_speedup']:.2f}",
             f"{cell['paper_speedup']:.2f}",
             "[green]equal[/green]" if equal else "[red]DIFFERENT[/red]",
             str(len(cell["moves"])),
@@ -52,13 +45,18 @@ def show(console: Console, block: str, cells: Sequence[dict[str, Any]]) -> None:
         "settled: the same over the last third of the run. abstract: DynMo's figure, a maximum "
         "over sizes and baselines."
     )
-    if is_emulated:
+    console.print(
+        "whole layers: the best split for every iteration, moved for nothing. any split: what no "
+        "split exceeds, even into fractions of layers. settled: both over the last third."
+    )
+    if block == "real":
         console.print(
-            "whole layers: the best split for every iteration, moved for nothing. any split: what "
-            "no split exceeds, even into fractions of layers. settled: both over the last third."
+            "They are of the static run's own measurements, whose noise makes them a little larger."
         )
-        for cell in cells:
-            console.print(f"  {cell['dynamic']}: {cell['why']}")
+    for cell in cells:
+        console.print(f"  {cell['dynamic']}: {cell['why']}")
+        if cell["note"]:
+            console.print(f"    {cell['note']}")
 
 
 def show_levels(console: Console, cell: dict[str, Any]) -> None:

@@ -1,13 +1,15 @@
 """What the benchmarks of the dynamics make of recorded runs."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.simulate.pipeline import Case, Pipeline
 from scripts.bench_dynamics import levels
-from scripts.convergence import shares_of_dense
-from scripts.dynamics_kinds import EMULATED_LAYERS, EMULATION, KINDS, TRIALS
+from scripts.convergence import Learned, flops_of_layer, shares_of_dense
+from scripts.dynamics_kinds import DENSE_TRIAL, EMULATED_LAYERS, EMULATION, KINDS, TRIALS, Trial
 from scripts.dynamics_limits import limits_of
 from scripts.dynamics_runs import FIRST_ITERATION, Run, emulated_trace
 
@@ -55,10 +57,30 @@ def test_the_reason_names_the_bound_where_no_split_can_reach_the_abstract(tmp_pa
 
 
 def test_flops_of_a_run_without_a_dynamic_are_those_of_the_dense_model():
-    assert shares_of_dense(np.ones((3, 6, 2))) == pytest.approx([1.0, 1.0, 1.0])
+    assert shares_of_dense(np.ones((3, 6, 2)), DENSE_TRIAL) == pytest.approx([1.0, 1.0, 1.0])
     frozen = np.ones((1, 6, 2))
     frozen[0, :3, 1] = 0.0  # half of the layers keep a third of their work
-    assert 2 / 3 < shares_of_dense(frozen)[0] < 0.75
+    assert 2 / 3 < shares_of_dense(frozen, DENSE_TRIAL)[0] < 0.75
+
+
+def test_a_run_is_kept_for_the_same_flags_only(tmp_path):
+    run = Learned(2, [3.0, 2.0], np.array([0.5, 1.0]))
+    run.save(tmp_path / "learned.json", ["--a", "1"])
+    kept = Learned.kept(tmp_path / "learned.json", ("--a", "1"))
+    assert kept is not None
+    assert (kept.iterations, kept.losses, kept.flops.tolist()) == (2, [3.0, 2.0], [0.5, 1.0])
+    assert Learned.kept(tmp_path / "learned.json", ("--a", "2")) is None
+    assert Learned.kept(tmp_path / "other.json", ("--a", "1")) is None
+
+
+def test_a_token_of_a_moe_layer_costs_the_mlps_of_its_experts():
+    moe = Trial("MoE", lambda iterations: (), 0.0, model=("--num-experts", "4"))
+    one = dataclasses.replace(moe, model=(*moe.model, "--moe-router-topk", "1"))
+    two = dataclasses.replace(moe, model=(*moe.model, "--moe-router-topk", "2"))
+    # The router is a column for each expert.
+    assert flops_of_layer(one.model) - flops_of_layer(()) == 2 * 96 * 4
+    assert flops_of_layer(two.model) - flops_of_layer(one.model) == 2 * 2 * 96 * 384
+    assert shares_of_dense(np.ones((1, 6, 2)), two)[0] > 1.4
 
 
 def test_a_level_is_the_state_that_the_measured_iteration_was_under(tmp_path):
