@@ -184,10 +184,9 @@ PRUNED_EVENLY = (
     "more than by depth. Single weights and neurons go evenly after so little training: of each of "
     "24 layers, 90 % of the weights to within 2 %."
 )
-IN_TURN = (
-    "Interleaved: layers go to the ranks in turn, so every other rank has all the routed ones. In "
-    "one piece a rank, ranks differ by one routed layer at most, which is less than the full layer "
-    "that would have to move: whole layers have nothing to gain."
+EVERY_OTHER = (
+    "Every other layer is routed, so stages differ by one routed layer at most, and that is less "
+    "than the full layer that would have to move: whole layers have nothing to gain."
 )
 KINDS: tuple[Kind, ...] = (
     Kind(
@@ -261,10 +260,9 @@ KINDS: tuple[Kind, ...] = (
         "Mixture of Depths",
         mixture_of_depths,
         1.17,
-        real_model=words("--num-virtual-stages-per-pipeline-rank 4"),
-        emulated_model=words("--num-virtual-stages-per-pipeline-rank 3 --global-batch-size 8"),
-        real_note=IN_TURN,
-        emulated_note=IN_TURN,
+        emulated_model=words("--global-batch-size 8"),
+        real_note=EVERY_OTHER,
+        emulated_note=EVERY_OTHER,
     ),
 )
 

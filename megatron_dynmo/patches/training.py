@@ -140,8 +140,9 @@ def specs() -> tuple[PatchSpec, ...]:
                 "pg_collection",
                 "p2p_communicator",
             ),
-            reason="everything happens between two iterations; the step's losses and gradient norm "
-            "are its return value, and a move counts into the iteration time that is printed",
+            reason="decisions and moves are made between two iterations; the step's losses and "
+            "gradient norm are its return value, a move counts into the iteration time that is "
+            "printed, and state that follows must be there when the schedule has returned",
             seam_tried="post_training_step_callbacks: sees neither losses nor gradient norm, so "
             "this wrapper would be needed beside it",
             remove_when="Megatron calls user callbacks after a step with its losses",

@@ -19,7 +19,8 @@ Each row is one tiny GPT, trained twice for {ITERATIONS} iterations by real Mega
 gloo: once unmoved, once
 with random moves to random legal layouts, stages without layers among them. "Equal" means the
 same bits in every iteration: of the losses and gradient norms, and of the digest of parameters,
-persistent buffers, master weights and optimizer state. `matrix.json` holds the moves themselves.
+persistent buffers, master weights and optimizer state. "State follows": with
+`--dynmo-overlap-moves`. `matrix.json` holds the moves themselves.
 
 | Configuration | Ranks | Moves | Losses and norms | Digests |
 | --- | --- | --- | --- | --- |

@@ -116,15 +116,24 @@ def test_bad_values_name_the_flag_and_the_value(name, text, words):
 
 
 def test_every_flag_is_tested():
-    assert {name for name, _, _ in GOOD} | {"layer_rng", "emulate"} == set(DEFAULTS)
+    assert {name for name, _, _ in GOOD} | {"layer_rng", "overlap_moves", "emulate"} == set(
+        DEFAULTS
+    )
 
 
 def test_a_switch_takes_no_value():
     assert DynMoConfig.from_argv(["--dynmo-layer-rng"]).layer_rng is True
     with pytest.raises(ConfigError, match="layer-rng"):
         DynMoConfig.from_argv(["--dynmo-layer-rng=yes"])
+    assert DynMoConfig.from_argv(["--dynmo-overlap-moves"]).overlap_moves is True
     with pytest.raises(ConfigError, match="expected one argument"):
         DynMoConfig.from_argv(["--dynmo-window"])
+
+
+@pytest.mark.parametrize("mode", ["observe", "off"])
+def test_moves_that_are_not_made_do_not_overlap(mode):
+    with pytest.raises(ConfigError, match=f"overlap-moves has no effect with --dynmo-mode {mode}"):
+        DynMoConfig(mode=mode, overlap_moves=True)
 
 
 def test_of_two_equal_flags_the_last_wins_wherever_they_stand():

@@ -163,7 +163,12 @@ def test_decision_and_migration_use_the_words_of_the_format():
     )
     assert (decision["from"], decision["to"]) == ("Ett|tL", "Ett|tL")
     migration = events.migration_event(
-        old_layout="Ett|tL", new_layout="Et|ttL", num_bytes=8, duration_ms=5.0, layers_moved=(2,)
+        old_layout="Ett|tL",
+        new_layout="Et|ttL",
+        num_bytes=8,
+        duration_ms=5.0,
+        layers_moved=(2,),
+        overlapped_ms=2.0,
     )
     assert migration == {
         "event": "migration",
@@ -172,6 +177,7 @@ def test_decision_and_migration_use_the_words_of_the_format():
         "bytes": 8,
         "duration_ms": 5.0,
         "layers_moved": [2],
+        "overlapped_ms": 2.0,
     }
 
 
