@@ -133,8 +133,8 @@ Written by `{COMMAND}`, which injects one fault after another; not to be edited.
 - `{HANG}` (a rank was still waiting) and `{SILENT}` (nothing was said, or the model is wrong) must
   not occur.
 
-Phase `landing` is that of moves with `--dynmo-overlap-moves`, whose optimizer state follows while the
-next iteration computes: by then the weights have moved, and there is no way back.
+Phase `landing` is that of moves with `--dynmo-overlap-moves`, whose optimizer state follows while
+the next iteration computes: by then the weights have moved, and there is no way back.
 
 How long a rank waits for another is Megatron's `--distributed-timeout-minutes`. A rank that fails
 while Megatron rebuilds the optimizer cannot tell the others but by ending: the launcher then ends
