@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0  # for parked ranks to say that they are there
 _FIRST_COST_ITERATIONS = 10  # that a change is thought to cost before one was made
+_RESTART_COST_MS = 600_000.0  # waiting in the queue, starting and loading: what a guess can say
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,10 @@ class Elasticity:
                     f"{pack.iteration}, the run has {layout.num_stages}"
                 )
         self._members = run.make_membership(
-            form_groups, packs=config.packs, by_node=config.job_manager != "none"
+            form_groups,
+            packs=config.packs,
+            by_node=config.job_manager != "none",
+            restarts=config.restarts,
         )
         world = self._members.world
         self._host = Host(world.store, world.rank == 0)
@@ -89,6 +93,7 @@ class Elasticity:
         self._forced = [p for p in config.forced_packs if p.iteration > run.first_iteration]
         self._active: tuple[int, ...] = tuple(range(layout.num_stages))
         self._gone: set[int] = set()  # stages whose ranks have exited
+        self._restarts = config.restarts  # until it was tried
         self._speeds = [1.0] * layout.num_stages
         self._advised: tuple[int, ...] | None = None
         self._change: _Change | None = None
@@ -174,10 +179,12 @@ class Elasticity:
         cost_ms = self._cost_ms or _FIRST_COST_ITERATIONS * iteration_ms
         if len(found.stages) < len(self._active):
             share = 1 - len(found.stages) / len(self._active)
-        elif self._gone & set(found.stages):
-            return False  # they have exited, and nobody can come
         else:
             share = max(0.0, 1 - found.iteration_ms / iteration_ms)
+            if self._gone & set(found.stages):
+                if not self._restarts:
+                    return False  # they have exited, and nobody can come
+                cost_ms = _RESTART_COST_MS
         return bool(
             self._session.consensus.of_rank_0([int(remaining * iteration_ms * share > cost_ms)])[0]
         )
@@ -207,7 +214,8 @@ class Elasticity:
         """So many stages: late ones of the middle leave first, and early ones come first."""
         last = self._stages.num_stages - 1
         middle = [s for s in self._active if 0 < s < last]
-        middle += [s for s in range(1, last) if s not in middle and s not in self._gone]
+        away = (s for s in range(1, last) if s not in middle)
+        middle += [s for s in away if self._restarts or s not in self._gone]
         return (0, *sorted(middle[: num_stages - 2]), last)
 
     # ---------------------------------------------------------------- doing
@@ -236,6 +244,9 @@ class Elasticity:
         started = time.perf_counter()
         if set(change.stages) < set(self._active):
             self._pack(iteration, change)
+        elif self._gone & set(change.stages):
+            self._restart(iteration, change)
+            return
         else:
             self._take_back(iteration, change)
         self._learn_cost((time.perf_counter() - started) * 1e3)
@@ -309,6 +320,19 @@ class Elasticity:
         )
         self._widen(iteration, change, full)
         session.reporter.elastic(iteration, "rejoin", ranks, self._members.nodes_of(ranks))
+
+    def _restart(self, iteration: int, change: _Change) -> None:
+        """Have the run started anew with all its nodes: ranks that have exited cannot come."""
+        self._restarts = False
+        num_nodes = len(self._stages.kept_nodes(range(self._stages.num_stages)))
+        answer = self._release.may_restart(iteration, num_nodes, self._session.consensus)
+        if answer is None:
+            return
+        ranks = self._members.ranks_of([s for s in change.stages if s not in self._active])
+        self._session.reporter.elastic(
+            iteration, "restart", ranks, self._members.nodes_of(ranks), answer
+        )
+        self._run.save_and_end()
 
     def come_back(self, go: Go, arrived: Callable[[], None]) -> None:
         """On a parked rank: be as far as the others, and meet them before the next iteration.

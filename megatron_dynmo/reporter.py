@@ -169,11 +169,11 @@ class Reporter:
         hosts: Sequence[str],
         answer: str | None = None,
     ) -> None:
-        """Write and say that ranks left, exited, or came back.
+        """Write and say that ranks left, exited, came back, or are to come back.
 
         Args:
             iteration: 1-based number of the iteration that ended.
-            event: pack, park, release or rejoin.
+            event: pack, park, release, rejoin or restart.
             ranks: by their number at the start.
             hosts: the nodes they run on.
             answer: what the job manager said.

@@ -1,7 +1,9 @@
-"""What packing costs and brings: emulated pipeline ranks whose load collapses, and grows again.
+"""What packing costs and brings: a load that collapses and grows, and nodes given to SLURM.
 
-Real Megatron in virtual time (docs/emulation.md) packs itself to fewer stages and comes back. The
-throughput is virtual; how long ranks take to leave and to come back is real, on this machine.
+Emulated ranks run real Megatron in virtual time (docs/emulation.md), pack themselves to fewer
+stages and come back. The throughput is virtual; how long ranks take to leave and to come back is
+real, on this machine. Where SLURM is installed, a real one with four virtual nodes takes nodes back
+and gives them again.
 
     make bench-elastic
 """
@@ -22,12 +24,19 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_dynmo.layout import LayerLayout
+from megatron_dynmo.reporter import EVENTS_FILE
+from megatron_dynmo.telemetry.events import read_events
 from scripts.results import ROOT, write_results
 from tests.e2e.emulation import MESSAGE_BYTES, of_kind, run_emulated
+from tests.slurm.cluster import is_installed, local_cluster
+from tests.slurm.runs import collapsing, restarting
 
 NUM_MICROBATCHES = 16
-COLLAPSE, GROWTH, END = 8, 45, 75
+COLLAPSE, GROWTH, END = 8, 35, 55
+MAX_SLOWDOWN_PCT = 2.0
 console = Console()
+
+type Events = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class Case:
     @property
     def document(self) -> dict[str, Any]:
         """The emulation file."""
-        frozen = {"kind": "step", "from": {"1": 1.0, str(COLLAPSE): 0.001, str(GROWTH): 1.0}}
+        light = {"kind": "step", "from": {"1": 1.0, str(COLLAPSE): 0.001, str(GROWTH): 1.0}}
         heavy = range(self.num_layers - self.num_heavy + 1, self.num_layers + 1)
         return {
             "num_layers": self.num_layers,
@@ -55,7 +64,7 @@ class Case:
                 "forward_ms": 10.0,
                 "backward_ms": 20.0,
                 "memory_bytes": 400_000_000,
-                "scale": frozen,
+                "scale": light,
             },
             "layers": [{"layer_number": number, "scale": 1.0} for number in heavy],
             "link": {"latency_ms": 0.05, "bandwidth_gb_s": 25, "message_bytes": MESSAGE_BYTES},
@@ -71,12 +80,15 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "elastic")
     folder = parser.parse_args().runs
     shutil.rmtree(folder, ignore_errors=True)
-    cells = [measure(case, folder / f"{case.num_stages}") for case in CASES]
-    write_results("elastic", "emulated", "make bench-elastic", cells)
+    cells = [emulated(case, folder / f"{case.num_stages}") for case in CASES]
     show(cells)
+    if is_installed():
+        cells.append(slurm(folder / "slurm"))
+        console.print(cells[-1])
+    write_results("elastic", "emulated", "make bench-elastic", cells)
 
 
-def measure(case: Case, folder: Path) -> dict[str, Any]:
+def emulated(case: Case, folder: Path) -> dict[str, Any]:
     """Run a case with packing and without, and return its cell."""
     with console.status(f"{case.num_stages} stages: packing"):
         packed = train(case, folder / "on", "--dynmo-pack", "on")
@@ -84,25 +96,32 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
         whole = train(case, folder / "off", "--dynmo-pack", "off")
     pack, back = of_kind(packed, "pack")[0], of_kind(packed, "rejoin")[0]
     settled = range(pack["iteration"] + 5, GROWTH)
+    before, after = throughput(whole, settled), throughput(packed, settled)
+    remaining = case.num_stages - len(pack["ranks"])
     return {
-        "case": f"{case.num_layers} layers on {case.num_stages} stages, "
-        f"all but the last {case.num_heavy} collapse",
-        "seconds_to_release": since_decision(packed, pack),
-        "seconds_to_rejoin": since_decision(packed, back),
-        "throughput_before": throughput(whole, settled),
-        "throughput_after": throughput(packed, settled),
+        "case": f"{case.num_layers} layers on {case.num_stages} emulated ranks, all but the last "
+        f"{case.num_heavy} collapse",
         "ranks_before": case.num_stages,
-        "ranks_after": case.num_stages - len(pack["ranks"]),
+        "ranks_after": remaining,
+        "seconds_to_released": since_decision(packed, pack),
+        "seconds_to_rejoined": since_decision(packed, back),
+        "tokens_per_virtual_s_before": before,
+        "tokens_per_virtual_s_after": after,
+        "tokens_per_virtual_s_and_rank_before": before / case.num_stages,
+        "tokens_per_virtual_s_and_rank_after": after / remaining,
+        "total_change_pct": 100 * (after / before - 1),
+        "is_within_allowed": after >= before / (1 + MAX_SLOWDOWN_PCT / 100),
+        "max_slowdown_pct": MAX_SLOWDOWN_PCT,
         "loss_equal": losses(packed) == losses(whole),
     }
 
 
-def train(case: Case, folder: Path, *flags: str) -> list[dict[str, Any]]:
+def train(case: Case, folder: Path, *flags: str) -> Events:
     return run_emulated(
         folder,
         case.document,
         LayerLayout.even(case.num_layers, case.num_stages).to_megatron(),
-        *flags,
+        *("--dynmo-pack-max-slowdown-pct", str(MAX_SLOWDOWN_PCT), *flags),
         num_stages=case.num_stages,
         num_layers=case.num_layers,
         num_microbatches=NUM_MICROBATCHES,
@@ -111,7 +130,35 @@ def train(case: Case, folder: Path, *flags: str) -> list[dict[str, Any]]:
     )
 
 
-def since_decision(events: list[dict[str, Any]], change: dict[str, Any]) -> float:
+def slurm(folder: Path) -> dict[str, Any]:
+    """In one job give two of four nodes back to a real SLURM, in another get them back too."""
+    folder.mkdir(parents=True)
+    second = folder / "second.sh"
+    second.write_text("#!/bin/sh\ndate +%s.%N\n")
+    with console.status("a real SLURM: two of four nodes"), local_cluster(folder) as cluster:
+        job = cluster.train("packed", *collapsing(folder, "packed"))
+        waiting = cluster.submit("second", 2, second)
+        assert cluster.wait_for_end(waiting, 300) == "COMPLETED", cluster.output()
+        cluster.run("scancel", "--signal=TERM", job)
+        assert cluster.wait_for_end(job, 60) == "COMPLETED", cluster.output()
+        cluster.train("grown", *restarting(folder, "grown"))
+        cluster.wait_for(lambda: not cluster.run("squeue", "-h"), 300)
+    packed = read_events(folder / "packed" / EVENTS_FILE)
+    grown = read_events(folder / "grown" / EVENTS_FILE)
+    pack, released = of_kind(packed, "pack")[0], of_kind(packed, "release")[0]
+    decided = pack["time_s"] - since_decision(packed, pack)
+    asked = of_kind(grown, "restart")[0]
+    resumed = [e for e in of_kind(grown, "iteration") if e["iteration"] > asked["iteration"] + 1]
+    return {
+        "case": "a real SLURM with four virtual nodes, one rank on each, two given back",
+        "seconds_to_fewer_stages": pack["time_s"] - decided,
+        "seconds_to_released": released["time_s"] - decided,
+        "seconds_to_second_job": float((folder / "second.out").read_text()) - decided,
+        "seconds_to_restarted": resumed[0]["time_s"] - asked["time_s"],
+    }
+
+
+def since_decision(events: Events, change: dict[str, Any]) -> float:
     """Seconds from the decision to the first moment at which the new stages train."""
     decided = [
         event["time_s"]
@@ -121,7 +168,7 @@ def since_decision(events: list[dict[str, Any]], change: dict[str, Any]) -> floa
     return float(change["time_s"] - decided[-1])
 
 
-def throughput(events: list[dict[str, Any]], iterations: range) -> float:
+def throughput(events: Events, iterations: range) -> float:
     """Median tokens a virtual second."""
     return statistics.median(
         event["tokens_per_s"]
@@ -130,24 +177,23 @@ def throughput(events: list[dict[str, Any]], iterations: range) -> float:
     )
 
 
-def losses(events: list[dict[str, Any]]) -> list[str]:
+def losses(events: Events) -> list[str]:
     return [event["lm_loss_hex"] for event in of_kind(events, "iteration")]
 
 
 def show(cells: list[dict[str, Any]]) -> None:
     table = Table(title="Emulated: a load that collapses, packed to fewer stages and back")
-    for name in ("case", "stages", "s to release", "s to rejoin", "tokens/s", "a rank", "exact"):
+    for name in ("case", "ranks", "s to leave", "s to rejoin", "tokens/s", "a rank", "exact"):
         table.add_column(name, justify="left" if name == "case" else "right")
     for cell in cells:
-        before, after = cell["throughput_before"], cell["throughput_after"]
-        ratio = cell["ranks_before"] / cell["ranks_after"]
+        per_rank = [cell[f"tokens_per_virtual_s_and_rank_{when}"] for when in ("before", "after")]
         table.add_row(
             cell["case"],
             f"{cell['ranks_before']} > {cell['ranks_after']}",
-            f"{cell['seconds_to_release']:.2f}",
-            f"{cell['seconds_to_rejoin']:.2f}",
-            f"{after / before:.3f}x",
-            f"{after / before * ratio:.2f}x",
+            f"{cell['seconds_to_released']:.2f}",
+            f"{cell['seconds_to_rejoined']:.2f}",
+            f"{cell['total_change_pct']:+.2f} %",
+            f"{per_rank[1] / per_rank[0]:.2f}x",
             str(cell["loss_equal"]),
         )
     console.print(table)

@@ -16,7 +16,7 @@ from megatron_dynmo.adapters.layer_rng import LayerRng
 from megatron_dynmo.adapters.membership import Membership
 from megatron_dynmo.adapters.stage import MegatronStage
 from megatron_dynmo.adapters.topology import Topology
-from megatron_dynmo.adapters.world import require_reformable
+from megatron_dynmo.adapters.world import require_reformable, require_resumable
 from megatron_dynmo.changes import Changes, announced
 from megatron_dynmo.clock import Clock, make_clock
 from megatron_dynmo.config import DynMoConfig
@@ -146,7 +146,9 @@ class MegatronRun:
         """Numbers of the dynamics for TensorBoard and W&B."""
         return {} if self.dynamics is None else self.dynamics.counters()
 
-    def make_membership(self, form_groups: Any, *, packs: bool, by_node: bool) -> Membership:
+    def make_membership(
+        self, form_groups: Any, *, packs: bool, by_node: bool, restarts: bool
+    ) -> Membership:
         """Where the ranks of this run are, and what lets them leave and come back.
 
         Args:
@@ -154,15 +156,19 @@ class MegatronRun:
                 makes them itself.
             packs: whether ranks may leave.
             by_node: whether only whole nodes are of use.
+            restarts: whether the run may end to be started anew.
 
         Raises:
-            ConfigError: Ranks are to leave a run that counts on all of them.
+            ConfigError: Ranks are to leave a run that counts on all of them, or a run is to be
+                started anew that could not resume.
 
         Collective:
             All ranks of the world.
         """
         if packs:
             form_groups = require_reformable(self.args, form_groups)
+        if packs and restarts:
+            require_resumable(self.args)
         return Membership(self, form_groups, by_node)
 
     def check_movable(self, config: DynMoConfig) -> None:
@@ -269,6 +275,10 @@ class MegatronRun:
     def is_emulated(self) -> bool:
         """Whether all times of this run are virtual."""
         return self.args.dynmo_emulate is not None
+
+    def save_and_end(self) -> None:
+        """Let Megatron's loop save and end after the next iteration, as by its --exit-interval."""
+        self.args.exit_interval = 1
 
     def moved(self, plan: MigrationPlan, report: MigrationReport) -> MigrationReport:
         """Take note of a move that was made; emulated devices say what it cost.

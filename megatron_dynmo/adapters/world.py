@@ -154,3 +154,21 @@ def require_reformable(args: Namespace, form_groups: FormGroups | None) -> FormG
                 f"counts on the ranks of the start; leave it out, or {remedy}"
             )
     return form_groups
+
+
+def require_resumable(args: Namespace) -> None:
+    """Refuse a run that, started anew on more stages, would not go on where it ended.
+
+    Raises:
+        ConfigError: Names the flags to add.
+    """
+    wanted = "--dynmo-release restart: the run that is started anew resumes from its own checkpoint"
+    if not args.save or args.load != args.save:
+        raise ConfigError(
+            f"{wanted}; give --save and --load the same folder (they are {args.save} and "
+            f"{args.load})"
+        )
+    if args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable:
+        raise ConfigError(
+            f"{wanted} on another number of stages; add --dist-ckpt-optim-fully-reshardable"
+        )

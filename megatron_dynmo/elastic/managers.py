@@ -1,4 +1,4 @@
-"""Job managers: who takes nodes back that a run no longer needs.
+"""Job managers: who takes nodes back that a run no longer needs, and starts it anew with more.
 
 A manager may take its time, fail or hang; it is asked beside the training and its answer is only
 told. Programs are run by argument vector, never through a shell.
@@ -16,7 +16,7 @@ import time
 from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_dynmo.errors import DynMoError
 from megatron_dynmo.flags.elastic import parse_manager
@@ -25,6 +25,8 @@ __all__ = ["CommandManager", "JobManager", "ManagerError", "NodeChange", "SlurmM
 
 _TIMEOUT_S = 60.0
 _SHRUNK_WITHIN_S = 20.0  # until SLURM shows the new list of nodes
+# Names the file into which goes with how many nodes the batch script is to submit itself again.
+_RESTART_NOTE = "DYNMO_RESTART_FILE"
 
 
 class ManagerError(DynMoError):
@@ -68,6 +70,20 @@ class JobManager(Protocol):
             ManagerError: It did not work, and why.
         """
 
+    def restart(self, iteration: int, num_nodes: int) -> str:
+        """Promise to start the run anew once it has saved and ended; may block for a minute.
+
+        Args:
+            iteration: last one completed.
+            num_nodes: that it needs then.
+
+        Returns:
+            The answer, in one line.
+
+        Raises:
+            ManagerError: It will not, and why.
+        """
+
 
 def make_manager(text: str) -> JobManager | None:
     """The manager that `--dynmo-job-manager` names; None for `none`."""
@@ -96,8 +112,14 @@ class CommandManager:
 
     def release(self, change: NodeChange) -> str:
         """See `JobManager.release`."""
-        document = json.dumps({"action": "release", **asdict(change)})
-        return _one_line(_run(self._words, document, self._timeout_s))
+        return self._ask({"action": "release", **asdict(change)})
+
+    def restart(self, iteration: int, num_nodes: int) -> str:
+        """See `JobManager.restart`."""
+        return self._ask({"action": "restart", "iteration": iteration, "num_nodes": num_nodes})
+
+    def _ask(self, what: dict[str, Any]) -> str:
+        return _one_line(_run(self._words, json.dumps(what), self._timeout_s))
 
 
 class SlurmManager:
@@ -141,12 +163,27 @@ class SlurmManager:
                     f"{what} nodes {strangers} are not among those of job {self._job_id}: {held}"
                 )
         kept = [name for name in held if name not in freed]
-        said = _one_line(
-            self._scontrol("update", f"JobId={self._job_id}", f"NodeList={','.join(kept)}")
-        )
+        self._scontrol("update", f"JobId={self._job_id}", f"NodeList={','.join(kept)}")
         self._await_nodes(kept)
         self._apply_resize_file()
-        return f"job {self._job_id} goes on with {','.join(kept)}" + (f" ({said})" if said else "")
+        return f"job {self._job_id} goes on with {','.join(kept)}"
+
+    def restart(self, iteration: int, num_nodes: int) -> str:
+        """See `JobManager.restart`: the batch script submits itself, as a note says.
+
+        A running job cannot have nodes added, and only the script knows how it was submitted.
+        """
+        note = self._environment.get(_RESTART_NOTE)
+        if note is None:
+            raise ManagerError(
+                f"the batch script does not submit itself again: {_RESTART_NOTE} is not set "
+                "(scripts/slurm shows how)"
+            )
+        try:
+            Path(note).write_text(f"{num_nodes}\n")
+        except OSError as error:
+            raise ManagerError(f"{note} cannot be written: {error.strerror}") from None
+        return f"job {self._job_id} is submitted again for {num_nodes} nodes when it has ended"
 
     @property
     def _job_id(self) -> str:

@@ -1,4 +1,7 @@
-"""Gives nodes back once the ranks on them have exited; training never waits for it."""
+"""What is asked of the job manager: to take nodes back, and to start the run anew with more.
+
+Nodes are given back once the ranks on them have exited, and training never waits for it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class NodeRelease:
     """
 
     def __init__(self, config: DynMoConfig, host: Host, reporter: Any, acts: bool) -> None:
-        self._exits = config.release == "exit"
+        self._exits = config.release != "park"
         self._name = config.job_manager
         self._manager = make_manager(config.job_manager)
         self._host = host
@@ -75,6 +78,36 @@ class NodeRelease:
         except ManagerError as error:
             return str(error)
         return None
+
+    def may_restart(self, iteration: int, num_nodes: int, consensus: Any) -> str | None:
+        """Ask that the run is started anew once it has saved and ended.
+
+        Args:
+            iteration: last one completed.
+            num_nodes: that it needs then.
+            consensus: of the ranks that train.
+
+        Returns:
+            The manager's answer; empty but on the first rank. None where the run has to go on.
+
+        Collective:
+            All ranks that train.
+        """
+        answer, problem = "", None
+        if self._acts:
+            assert self._manager is not None
+            try:
+                answer = self._manager.restart(iteration, num_nodes)
+            except Exception as error:  # whatever a manager does, training goes on
+                problem = f"{type(error).__name__}: {error}"
+                logger.warning(
+                    "iteration %d: the job manager %s does not start the run again (%s): "
+                    "training goes on with the stages that it has",
+                    iteration,
+                    self._name,
+                    problem,
+                )
+        return None if consensus.of_rank_0([int(problem is not None)])[0] else answer
 
     def begin(self, change: NodeChange, generation: int) -> None:
         """Ranks exit now: give their nodes back when they have."""

@@ -103,13 +103,14 @@ class ElasticFlags(FlagGroup):
     release: str = flag(
         "park",
         "what ranks do that are packed away: park: sleep without memory until they are needed "
-        "again; exit: end with status 0",
-        choices=["park", "exit"],
+        "again; exit: end with status 0; restart: exit too, and when they are needed again save "
+        "and end, so that the job manager starts the run anew with all its nodes",
+        choices=["park", "exit", "restart"],
     )
     job_manager: str = flag(
         "none",
-        "who takes nodes back whose ranks have exited: none, slurm, or command:PROGRAM (gets a "
-        "JSON document on standard input)",
+        "who takes nodes back whose ranks have exited, and starts the run anew: none, slurm, or "
+        "command:PROGRAM (gets a JSON document on standard input)",
         metavar="TEXT",
     )
     force_pack: str = flag(
@@ -129,10 +130,20 @@ class ElasticFlags(FlagGroup):
         """Whether ranks of this run may be released."""
         return self.pack == "on" or bool(self.force_pack)
 
+    @property
+    def restarts(self) -> bool:
+        """Whether the run ends, to be started anew, when ranks are needed that have exited."""
+        return self.release == "restart"
+
     def check(self) -> None:
         """See `FlagGroup.check`."""
         kind, _ = parse_manager(self.job_manager)
-        if kind != "none" and self.release != "exit":
+        if kind == "none" and self.restarts:
+            raise ConfigError(
+                "--dynmo-release restart: somebody has to start the run again; add "
+                "--dynmo-job-manager slurm or command:PROGRAM"
+            )
+        if kind != "none" and self.release == "park":
             raise ConfigError(
                 f"--dynmo-job-manager {self.job_manager}: parked ranks keep their nodes, so there "
                 "is nothing to give back; add --dynmo-release exit"

@@ -34,7 +34,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _ON_EVERY_LINE = ("iteration", "event", "time_s")
-_ELASTIC_EVENTS = ("pack", "release", "park", "rejoin")
+_ELASTIC_EVENTS = ("pack", "release", "park", "rejoin", "restart")
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
@@ -307,10 +307,10 @@ def dynamics_event(kind: str, **changes: Any) -> dict[str, Any]:
 def elastic_event(
     event: str, *, ranks: Sequence[int], hosts: Sequence[str] = (), answer: str | None = None
 ) -> dict[str, Any]:
-    """Describe ranks that were packed, released, parked or taken back.
+    """Describe ranks that were packed, released, parked, taken back or are to come back.
 
     Args:
-        event: pack, release, park or rejoin.
+        event: pack, release, park, rejoin or restart.
         ranks: global ranks concerned.
         hosts: their hosts.
         answer: what the job manager said.

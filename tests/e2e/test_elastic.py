@@ -11,8 +11,9 @@ import pytest
 from megatron_dynmo.telemetry.events import read_events
 from tests.e2e.matrix import OVERLAP, TP
 from tests.e2e.parity import EVENTS_FILE, Cell, Trace, drop_in, read_trace
+from tests.e2e.test_leaks import train as watched
 from tests.e2e.training import TINY_GPT
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +29,8 @@ MATRIX = (
     cell("fp32, PP 4, tied", 4, 4, "1:2;2:4;3:3;5:2;6:4"),
     cell("fp16 with loss scaling, PP 3", 3, 3, "2:2;6:3", "--fp16", "--num-layers", "6",
          "--loss-scale-window", "2"),
+    cell("bf16 distributed optimizer, PP 4 x DP 2", 8, 4, "2:3;4:2;7:4", "--bf16",
+         "--use-distributed-optimizer"),
     cell("bf16 distributed optimizer, overlap, PP 3 x DP 2", 6, 3, "2:2;5:3", "--bf16", *OVERLAP,
          "--num-layers", "6"),
     cell("fp32 distributed optimizer, PP 3 x DP 2, untied", 6, 3, "2:2;5:3;7:2",
@@ -99,13 +102,12 @@ def torchrun(ranks: int, *words: str, cwd: Path):
 
 @pytest.mark.matrix
 def test_ranks_exit_with_status_0_under_torchrun(tmp_path):
-    """A manager is told after they have left; the survivors train on, save, and all end well."""
+    """A manager is told after they have left; the survivors train on, and all end well."""
     note = tmp_path / "note.json"
     program = f"import sys; open({str(note)!r}, 'w').write(sys.stdin.read()); print('taken')"
     words = (
         *("--pipeline-model-parallel-size", "4", "--train-iters", "12", "--lr-decay-iters", "12"),
-        *("--save", str(tmp_path / "ck"), "--save-interval", "12", "--eval-iters", "1"),
-        *("--dynmo-log-dir", str(tmp_path), "--dynmo-digest-interval", "12"),
+        *("--eval-iters", "1", "--dynmo-log-dir", str(tmp_path)),
     )
     done = torchrun(
         4, *words, "--dynmo-force-pack", "3:2", "--dynmo-release", "exit",
@@ -117,86 +119,39 @@ def test_ranks_exit_with_status_0_under_torchrun(tmp_path):
     assert json.loads(note.read_text())["ranks"] == [1, 2]
     release = events(tmp_path, "release")
     assert [(e["ranks"], e["answer"]) for e in release] == [([1, 2], "taken")]
-    # The checkpoint of two ranks resumes at two stages, where it was.
-    resumed = tmp_path / "resumed"
-    run_ranks(
-        drop_in, 2, *TINY_GPT, *words, "--pipeline-model-parallel-size", "2",
-        "--train-iters", "12", "--load", str(tmp_path / "ck"), "--dynmo-log-dir", str(resumed),
-    )  # fmt: skip
+
+
+DISTRIBUTED = "--bf16 --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable".split()
 
 
 @pytest.mark.matrix
-def test_twenty_changes_leak_nothing(tmp_path):
-    """Open files and memory of a rank that stays are the same after the first and the last."""
-    packs = ";".join(f"{i}:{2 if i % 2 else 3}" for i in range(1, 41))
-    what = cell("leaks", 3, 3, packs, "--num-layers", "6", iterations=42)
-    run_ranks(
-        counted, 3, *TINY_GPT, *what.flags, "--train-iters", "42", "--lr-decay-iters", "42",
-        "--dynmo-force-pack", packs, timeout_s=240, log_dir=tmp_path,
-    )  # fmt: skip
-
-
-def counted(rank, world_size, *argv):
-    import torch.distributed as dist
-
-    from megatron_dynmo.adapters.world import World
-
-    seen = []
-    reform = World.reform
-
-    def counting(self, *args):
-        reform(self, *args)
-        files = len(os.listdir("/proc/self/fd"))
-        seen.append((files, len(dist.distributed_c10d._world.pg_map)))
-
-    World.reform = counting
-    drop_in(rank, world_size, *argv)
-    if rank == 0:
-        assert len(seen) == 40
-        assert seen[-2:] == seen[2:4], seen
-
-
-@pytest.mark.matrix
-def test_a_parked_rank_that_is_gone_is_noticed(tmp_path):
-    """The call goes unanswered: training goes on with the stages it has."""
-    what = cell("gone", 3, 3, "2:2;4:3", "--num-layers", "6", iterations=8)
-    run_ranks(
-        deaf, 3, *TINY_GPT, *what.flags, "--train-iters", "8", "--lr-decay-iters", "8",
-        "--dynmo-log-dir", str(tmp_path), "--dynmo-force-pack", what.moves, timeout_s=120,
-        log_dir=tmp_path / "ranks",
-    )  # fmt: skip
-    assert sorted(read_trace(tmp_path).losses) == list(range(1, 9))
-    assert [e["event"] for e in events(tmp_path, "pack", "rejoin")] == ["pack"]
-    assert "do not answer" in (tmp_path / "ranks" / "rank2.log").read_text()
-
-
-def deaf(rank, world_size, *argv):
-    """A parked rank that never looks at a message."""
-    from megatron_dynmo import elasticity
-
-    elasticity._ANSWER_S = 1.0
-    if rank == 1:
-        elasticity.Parked.wait = lambda self: None
-    drop_in(rank, world_size, *argv)
-
-
-@pytest.mark.matrix
-def test_a_rank_gone_while_packing_ends_the_run(tmp_path):
-    """No iteration is trained without it."""
-    what = cell("dies", 3, 3, "2:2", "--num-layers", "6", iterations=8)
-    with pytest.raises(RanksFailed) as failure:
-        run_ranks(
-            dying, 3, *TINY_GPT, *what.flags, "--train-iters", "8", "--lr-decay-iters", "8",
-            "--dynmo-log-dir", str(tmp_path), "--dynmo-force-pack", what.moves, timeout_s=120,
+def test_a_checkpoint_of_a_packed_run_loads_at_any_size(tmp_path):
+    """Saved by two of three stages; goes on on one, two and four as if nothing had been."""
+    saved = ("--save", str(tmp_path / "saved"), "--save-interval", "5")
+    packed = cell("packed", 6, 3, "3:2", *DISTRIBUTED, "--num-layers", "12")
+    whole = train(packed, packed.moves, tmp_path / "whole", *saved)
+    for stages in (1, 2, 4):
+        what = cell("resumed", 2 * stages, stages, "", *DISTRIBUTED, "--num-layers", "12")
+        resumed = train(
+            what, "11:2" if stages > 1 else "", tmp_path / f"{stages}",
+            "--load", str(tmp_path / "saved"), "--ckpt-step", "5",
         )  # fmt: skip
-    assert failure.value.rank == 1
-    assert sorted(read_trace(tmp_path).losses) == [1, 2]
+        assert sorted(resumed.losses) == list(range(6, 11))
+        assert resumed.losses.items() <= whole.losses.items()
+        assert resumed.digests.items() <= whole.digests.items() and len(resumed.digests) == 5
 
 
-def dying(rank, world_size, *argv):
-    """The rank that is to be parked dies when the groups are to be made anew."""
-    from megatron_dynmo.adapters.world import World
-
-    if rank == 1:
-        World.be_alone = lambda self: os._exit(9)
-    drop_in(rank, world_size, *argv)
+@pytest.mark.matrix
+def test_twenty_rounds_leak_nothing(tmp_path):
+    """Groups, files, threads, modules and bytes: on ranks that stay and on one that comes back."""
+    packs = ";".join(f"{i}:{3 if i % 2 else 2}" for i in range(2, 42))
+    held = run_ranks(
+        watched, 3, "--num-layers", "6", "--pipeline-model-parallel-size", "3", "--bf16",
+        "--train-iters", "42", "--lr-decay-iters", "42", "--dynmo-force-pack", packs,
+        "--dynmo-log-dir", str(tmp_path), timeout_s=280,
+    )  # fmt: skip
+    assert [len(of_rank) for of_rank in held] == [42, 22, 42]
+    # Each with all three stages; what the first rounds cache stays.
+    for rounds in (held[0][7::2], held[1][4:], held[2][7::2]):
+        for name in rounds[0]:
+            assert [after[name] for after in rounds] == [rounds[0][name]] * len(rounds), name

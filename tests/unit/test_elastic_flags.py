@@ -27,6 +27,7 @@ def test_managers_are_argument_vectors():
         ({"force_pack": "3:2", "mode": "observe"}, "use --dynmo-mode balance"),
         ({"pack": "on", "mode": "observe"}, "use --dynmo-mode balance"),
         ({"job_manager": "slurm"}, "add --dynmo-release exit"),
+        ({"release": "restart"}, "add --dynmo-job-manager slurm or command:PROGRAM"),
         ({"job_manager": "kubernetes", "release": "exit"}, "give none, slurm, or command:PROGRAM"),
         ({"job_manager": "command:", "release": "exit"}, "give none, slurm, or command:PROGRAM"),
         ({"job_manager": "command:a 'b", "release": "exit"}, "No closing quotation"),

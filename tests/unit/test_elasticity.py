@@ -4,6 +4,7 @@ import torch.distributed as dist
 
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.cost import LayerCost, ModelCosts
+from megatron_dynmo.elastic.managers import ManagerError
 from megatron_dynmo.elastic.packing import StageMap
 from megatron_dynmo.elasticity import Elasticity
 from megatron_dynmo.layout import LayerLayout
@@ -46,8 +47,11 @@ class Run:
     def __init__(self, log):
         self.log = log
 
-    def make_membership(self, form_groups, *, packs, by_node):
+    def make_membership(self, form_groups, *, packs, by_node, restarts):
         return Members(self.log)
+
+    def save_and_end(self):
+        self.log.append(("save and end",))
 
 
 class Session:
@@ -77,6 +81,7 @@ class Session:
 
     def elastic(self, iteration, event, ranks, hosts, answer=None):
         self.log.append((event, tuple(ranks)))
+        self.answer = answer
 
     def warn(self, text):
         self.log.append(("warn", text))
@@ -139,6 +144,56 @@ def test_stages_that_do_not_answer_are_not_called_again(monkeypatch):
     log.clear()
     windows(elasticity, 60, 4, iteration_ms=200.0)
     assert {what[0] for what in log} <= {"advise"}
+
+
+RESTARTS = {"pack": "on", "release": "restart", "job_manager": "command:true"}
+
+
+def exited_and_needed(monkeypatch, iteration_ms, manager):
+    """Two stages whose ranks have exited are needed again."""
+    monkeypatch.setattr("megatron_dynmo.elastic.release.make_manager", lambda text: manager)
+    elasticity, session, log = following(**RESTARTS)
+    session.times = COLLAPSED
+    windows(elasticity, 3, 2)
+    assert log[-1] == ("pack", (1, 2))
+    log.clear()
+    session.times = EVEN
+    windows(elasticity, 30, 6, iteration_ms)
+    return session, [what for what in log if what[0] != "advise"]
+
+
+class Starter:
+    asked = ()
+
+    def check(self):
+        pass
+
+    def restart(self, iteration, num_nodes):
+        self.asked += ((iteration, num_nodes),)
+        return "will do"
+
+
+def test_a_run_whose_ranks_have_exited_is_started_anew(monkeypatch):
+    session, log = exited_and_needed(monkeypatch, 10_000.0, manager := Starter())
+    assert log == [("pack", "Ett|tt|tt|ttL"), ("restart", (1, 2)), ("save and end",)]
+    assert manager.asked == ((35, 0),) and session.answer == "will do"
+
+
+def test_a_run_that_ends_soon_is_not_started_anew(monkeypatch):
+    # About 970 iterations are left, and half of their time could be saved: five minutes.
+    _, log = exited_and_needed(monkeypatch, 600.0, manager := Starter())
+    assert log == [] and manager.asked == ()
+
+
+def test_a_manager_that_does_not_start_the_run_anew_is_asked_once(monkeypatch, caplog):
+    class Refuses(Starter):
+        def restart(self, iteration, num_nodes):
+            super().restart(iteration, num_nodes)
+            raise ManagerError("not today")
+
+    _, log = exited_and_needed(monkeypatch, 10_000.0, manager := Refuses())
+    assert log == [("pack", "Ett|tt|tt|ttL")] and len(manager.asked) == 1
+    assert "not today" in caplog.text and "training goes on" in caplog.text
 
 
 def test_advice_moves_nobody():

@@ -110,6 +110,18 @@ def test_slurm_checks_before_it_asks(job, fields, said, monkeypatch):
     assert job.updates == []
 
 
+def test_slurm_notes_for_how_many_nodes_the_script_submits_itself(job, tmp_path):
+    note = tmp_path / "note"
+    manager = SlurmManager({"SLURM_JOB_ID": "77", "DYNMO_RESTART_FILE": str(note)})
+    assert "77 is submitted again for 4 nodes" in manager.restart(40, 4)
+    assert note.read_text() == "4\n"
+    with pytest.raises(ManagerError, match="DYNMO_RESTART_FILE is not set"):
+        slurm().restart(40, 4)
+    manager = SlurmManager({"SLURM_JOB_ID": "77", "DYNMO_RESTART_FILE": str(note / "x")})
+    with pytest.raises(ManagerError, match="cannot be written: Not a directory"):
+        manager.restart(40, 4)
+
+
 def test_slurm_says_when_it_was_refused(job, monkeypatch):
     monkeypatch.setenv("REFUSES", "1")
     with pytest.raises(ManagerError, match="status 1: scontrol: error: Access/permission denied"):
@@ -132,6 +144,8 @@ def test_command_gets_the_change_as_json():
         "action": "release", "iteration": 40, "ranks": [2, 3],
         "freed_nodes": ["n2", "n3"], "kept_nodes": ["n0", "n1"],
     }  # fmt: skip
+    answer = CommandManager((sys.executable, "-c", echo)).restart(40, 4)
+    assert json.loads(answer[4:]) == {"action": "restart", "iteration": 40, "num_nodes": 4}
 
 
 def test_command_that_fails_hangs_or_is_missing():
