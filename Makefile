@@ -42,10 +42,9 @@ types: setup ## Static types
 	$(BIN)/mypy
 
 # The one test that needs packages of the system.
-SLURM := $(shell PATH=$$PATH:/usr/sbin; command -v slurmctld && command -v munged)
+SLURM := $(if $(shell PATH=$$PATH:/usr/sbin; command -v slurmctld && command -v munged),test-slurm)
 
-test: lint types test-unit test-upstream test-distributed test-e2e \
-	$(if $(SLURM),test-slurm) ## All that CI runs (test-slurm where SLURM is installed)
+test: lint types test-unit test-upstream test-distributed test-e2e $(SLURM) ## All that CI runs
 
 test-unit: setup ## Pure logic, on all cores
 	$(BIN)/pytest -n auto --dist worksteal tests/unit

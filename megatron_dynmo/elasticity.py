@@ -190,7 +190,11 @@ class Elasticity:
         )
 
     def _say(self, iteration: int, action: str, text: str, found: Packing) -> None:
-        hint = "" if action == "pack" or self._config.pack == "on" else "; --dynmo-pack on does it"
+        hint = ""
+        if action == "advise" and self._gone & set(found.stages) and not self._restarts:
+            hint = "; their ranks have exited: start the run again with all of them"
+        elif action == "advise" and self._config.pack != "on":
+            hint = "; --dynmo-pack on does it"
         self._session.reporter.packing(
             iteration, action, text + hint, self._session.layout, found.layout, found.iteration_ms
         )

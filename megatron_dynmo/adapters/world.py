@@ -10,7 +10,8 @@ torch's store.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -76,15 +77,8 @@ class World:
             All of `members`, those that were alone too.
         """
         old = groups_by_name() if self._old is None else self._old
-        try:
+        with _lost_ranks_told():
             self._form(members, num_stages)
-        except RuntimeError as gone:
-            reason = (str(gone) or type(gone).__name__).splitlines()[0]
-            raise MigrationError(
-                f"the process groups of {len(members)} ranks could not be made anew ({reason}): a "
-                "rank was lost while ranks left or came back. Every rank holds its layers, but "
-                "training must not go on: restart from the last checkpoint"
-            ) from gone
         replace_groups(holders, old, groups_by_name())
 
     def _form(self, members: Sequence[int], num_stages: int) -> None:
@@ -106,12 +100,16 @@ class World:
 
         What Megatron knows of the pipeline stays as it was, which its loop asks for.
 
+        Raises:
+            MigrationError: A rank was lost meanwhile.
+
         Collective:
             All of `members`; those that stay call `reform`.
         """
         self._old = groups_by_name()
         place = mpu.get_pipeline_model_parallel_rank(), mpu.get_tensor_model_parallel_rank()
-        self._close_together()
+        with _lost_ranks_told():
+            self._close_together()
         dist.destroy_process_group()
         self.generation += 1
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -133,6 +131,20 @@ class World:
             self.store.set(f"{arrived}/all", "yes")
         limit = timedelta(minutes=self._args.distributed_timeout_minutes)
         self.store.wait([f"{arrived}/all"], limit)
+
+
+@contextmanager
+def _lost_ranks_told() -> Iterator[None]:
+    """Say what it means when ranks do not meet."""
+    try:
+        yield
+    except RuntimeError as gone:
+        reason = (str(gone) or type(gone).__name__).splitlines()[0]
+        raise MigrationError(
+            f"the process groups could not be made anew ({reason}): a rank was lost while ranks "
+            "left or came back. Every rank holds its layers, but training must not go on: restart "
+            "from the last checkpoint"
+        ) from gone
 
 
 def require_reformable(args: Namespace, form_groups: FormGroups | None) -> FormGroups:
