@@ -47,6 +47,6 @@ def restarting(folder: Path, name: str) -> list[str]:
     """The same, given back two nodes after iteration 2 and needing them after iteration 6."""
     saved = str(folder / f"{name}-saved")
     return [
-        *growing(folder, name), "--save", saved, "--load", saved,
+        *growing(folder, name), "--save", saved, "--load", saved, "--save-interval", "100",
         "--dynmo-release", "restart", "--dynmo-force-pack", "2:2;6:4",
     ]  # fmt: skip
