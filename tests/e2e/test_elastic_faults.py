@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,10 +14,9 @@ from tests.e2e.parity import EVENTS_FILE, drop_in, read_trace
 from tests.e2e.training import TINY_GPT
 from tests.ranks import RanksFailed, run_ranks
 
-ROOT = Path(__file__).parents[2]
 PYTHON = sys.executable
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.matrix]
+pytestmark = pytest.mark.matrix
 
 
 def words(packs: str, folder: Path, *flags: str, iterations: int = 8) -> list[str]:
@@ -66,21 +64,19 @@ def test_a_rank_that_dies_while_ranks_leave_stops_the_run(victim, tmp_path):
     assert sorted(read_trace(tmp_path).losses) == [1, 2]
 
 
-def launched(folder: Path, port: int, argv: list[str]) -> list[subprocess.Popen]:
-    """Three ranks without a launcher that would end all of them when one ends."""
-    common = {
-        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3",
-    }  # fmt: skip
-    ranks = []
-    for rank in range(3):
-        with (folder / f"rank{rank}.log").open("w") as output:
-            ranks.append(subprocess.Popen(
-                [PYTHON, "-m", "megatron_dynmo.pretrain_gpt", *argv], stdout=output,
-                stderr=subprocess.STDOUT, cwd=folder,
-                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            ))  # fmt: skip
-    return ranks
+def killed_when_parked(rank, world_size, folder, *argv):
+    """Rank 1 trains in a process of its own, which is killed as soon as it is parked."""
+    if rank != 1:
+        drop_in(rank, world_size, *argv)
+        return
+    child = os.fork()
+    if not child:
+        drop_in(rank, world_size, *argv)
+        os._exit(0)
+    while not told(Path(folder), "park"):
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def test_a_parked_rank_that_is_killed_is_missed_and_training_goes_on(tmp_path):
@@ -88,23 +84,15 @@ def test_a_parked_rank_that_is_killed_is_missed_and_training_goes_on(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # Long enough for the rank to be killed between the two.
-    argv = words("2:2;100:3", tmp_path, iterations=110)
-    ranks = launched(tmp_path, port, argv)
-    try:
-        deadline = time.monotonic() + 240
-        while not told(tmp_path, "park"):
-            assert time.monotonic() < deadline, (tmp_path / "rank0.log").read_text()[-4000:]
-            time.sleep(0.1)
-        ranks[1].send_signal(signal.SIGKILL)
-        assert [ranks[0].wait(120), ranks[2].wait(30), ranks[1].wait(1)] == [0, 0, -9]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert sorted(read_trace(tmp_path).losses) == list(range(1, 111))
+    run_ranks(
+        killed_when_parked, 3, str(tmp_path), *words("2:2;80:3", tmp_path, iterations=85),
+        timeout_s=240, log_dir=tmp_path, init_process_group=False,
+        env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+    )  # fmt: skip
+    assert sorted(read_trace(tmp_path).losses) == list(range(1, 86))
     assert told(tmp_path, "rejoin") == []
-    assert "parked ranks [1] do not answer: training goes on with 2 stages" in "".join(
-        (tmp_path / f"rank{rank}.log").read_text() for rank in (0, 2)
-    )
+    output = "".join((tmp_path / f"rank{rank}.log").read_text() for rank in (0, 2))
+    assert "parked ranks [1] do not answer: training goes on with 2 stages" in output
 
 
 REFUSES = "import sys; sys.exit('not today')"
