@@ -43,9 +43,9 @@ class Cluster:
             f"--output={self._folder / name}.out", script, *words,
         )  # fmt: skip
 
-    def train(self, name: str, *words: str) -> str:
+    def train(self, name: str, *words: str, script: str = "multi_node_srun") -> str:
         """Submit a run of four nodes, one rank on each."""
-        return self.submit(name, 4, _SCRIPTS / "multi_node_srun.sbatch", *words)
+        return self.submit(name, 4, _SCRIPTS / f"{script}.sbatch", *words)
 
     def state(self, job: str) -> tuple[str, str]:
         """State of a job and its nodes."""
