@@ -303,11 +303,13 @@ class Elasticity:
         ranks = self._members.ranks_of(back)
         places = [change.stages.index(stage) for stage in self._active]
         full = spread(session.layout, places, len(change.stages))
-        missing = host.call(ranks, _ANSWER_S)
-        if session.consensus.of_rank_0([len(missing)])[0]:
+        unheard = host.call(ranks, _ANSWER_S)
+        is_missing = session.consensus.of_rank_0([int(rank in unheard) for rank in ranks])
+        if any(is_missing):
             host.off()
+            missing = [rank for rank, missed in zip(ranks, is_missing, strict=True) if missed]
             session.reporter.warn(
-                f" dynmo iteration {iteration:6d} | parked ranks {list(missing)} do not answer: "
+                f" dynmo iteration {iteration:6d} | parked ranks {missing} do not answer: "
                 f"training goes on with {len(self._active)} stages"
             )
             self._gone |= set(back)
@@ -329,14 +331,10 @@ class Elasticity:
         """Have the run started anew with all its nodes: ranks that have exited cannot come."""
         self._restarts = False
         num_nodes = len(self._stages.kept_nodes(range(self._stages.num_stages)))
-        answer = self._release.may_restart(iteration, num_nodes, self._session.consensus)
-        if answer is None:
-            return
         ranks = self._members.ranks_of([s for s in change.stages if s not in self._active])
-        self._session.reporter.elastic(
-            iteration, "restart", ranks, self._members.nodes_of(ranks), answer
-        )
-        self._run.save_and_end()
+        hosts = self._members.nodes_of(ranks)
+        if self._release.may_restart(iteration, ranks, hosts, num_nodes, self._session.consensus):
+            self._run.save_and_end()
 
     def come_back(self, go: Go, arrived: Callable[[], None]) -> None:
         """On a parked rank: be as far as the others, and meet them before the next iteration.

@@ -50,7 +50,7 @@ class Reporter:
         self._totals = MigrationTotals()
         self._is_speaker = run.is_writer_rank
         self._latest: tuple[ProfileReport, Decision | None] | None = None
-        _let_speak(self._is_speaker)
+        _let_speak(self._is_speaker or run.topology.rank == 0)
 
     def say(self, text: str) -> None:
         """Print a line on the rank that prints Megatron's log lines."""
@@ -162,30 +162,35 @@ class Reporter:
         self.say(f" dynmo iteration {iteration:6d} | {action}: {reason}")
 
     def elastic(
-        self,
-        iteration: int,
-        event: str,
-        ranks: Sequence[int],
-        hosts: Sequence[str],
-        answer: str | None = None,
+        self, iteration: int, event: str, ranks: Sequence[int], hosts: Sequence[str]
     ) -> None:
-        """Write and say that ranks left, exited, came back, or are to come back.
+        """Write and say that ranks left or came back.
 
         Args:
             iteration: 1-based number of the iteration that ended.
-            event: pack, park, release, rejoin or restart.
+            event: pack, park or rejoin.
             ranks: by their number at the start.
             hosts: the nodes they run on.
-            answer: what the job manager said.
+        """
+        self._log.write(iteration, events.elastic_event(event, ranks=ranks, hosts=hosts))
+        self.say(_elastic_line(iteration, event, ranks, hosts))
+
+    def answered(
+        self, iteration: int, event: str, ranks: Sequence[int], hosts: Sequence[str], answer: str
+    ) -> None:
+        """Write and say what the job manager answered; only the first rank, which asked, calls.
+
+        Args:
+            iteration: 1-based number of the iteration that ended.
+            event: release or restart.
+            ranks: by their number at the start.
+            hosts: the nodes they run on.
+            answer: in one line.
         """
         self._log.write(
             iteration, events.elastic_event(event, ranks=ranks, hosts=hosts, answer=answer)
         )
-        self.say(
-            f" dynmo iteration {iteration:6d} | {event}: ranks {list(ranks)}"
-            + (f" on {', '.join(hosts)}" if hosts else "")
-            + (f": {answer}" if answer else "")
-        )
+        _speech.info(self._marked(f"{_elastic_line(iteration, event, ranks, hosts)}: {answer}"))
 
     def live(self, iteration: int, layout: LayerLayout) -> None:
         """Print the one line of a logging interval, when something was measured since."""
@@ -261,6 +266,11 @@ def summary(found: dict[str, str]) -> str:
 
     joined = "".join(f"{unit}={sha}" for unit, sha in sorted(found.items()))
     return hashlib.sha256(joined.encode()).hexdigest()[:16]
+
+
+def _elastic_line(iteration: int, event: str, ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    where = f" on {', '.join(hosts)}" if hosts else ""
+    return f" dynmo iteration {iteration:6d} | {event}: ranks {list(ranks)}{where}"
 
 
 def _let_speak(is_speaker: bool) -> None:

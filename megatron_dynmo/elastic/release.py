@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,35 +80,49 @@ class NodeRelease:
             return str(error)
         return None
 
-    def may_restart(self, iteration: int, num_nodes: int, consensus: Any) -> str | None:
+    def may_restart(
+        self,
+        iteration: int,
+        ranks: Sequence[int],
+        hosts: Sequence[str],
+        num_nodes: int,
+        consensus: Any,
+    ) -> bool:
         """Ask that the run is started anew once it has saved and ended.
 
         Args:
             iteration: last one completed.
-            num_nodes: that it needs then.
+            ranks: that are needed again.
+            hosts: the nodes they ran on.
+            num_nodes: that the run needs then.
             consensus: of the ranks that train.
 
         Returns:
-            The manager's answer; empty but on the first rank. None where the run has to go on.
+            Whether it is; if not, it has to go on.
 
         Collective:
             All ranks that train.
         """
-        answer, problem = "", None
-        if self._acts:
-            assert self._manager is not None
-            try:
-                answer = self._manager.restart(iteration, num_nodes)
-            except Exception as error:  # whatever a manager does, training goes on
-                problem = f"{type(error).__name__}: {error}"
-                logger.warning(
-                    "iteration %d: the job manager %s does not start the run again (%s): "
-                    "training goes on with the stages that it has",
-                    iteration,
-                    self._name,
-                    problem,
-                )
-        return None if consensus.of_rank_0([int(problem is not None)])[0] else answer
+        answer = self._asked_to_restart(iteration, num_nodes) if self._acts else None
+        if answer is not None:
+            self._reporter.answered(iteration, "restart", ranks, hosts, answer)
+        return bool(consensus.of_rank_0([int(answer is not None)])[0])
+
+    def _asked_to_restart(self, iteration: int, num_nodes: int) -> str | None:
+        """The manager's answer; None for a no."""
+        assert self._manager is not None
+        try:
+            return self._manager.restart(iteration, num_nodes)
+        except Exception as error:  # whatever a manager does, training goes on
+            logger.warning(
+                "iteration %d: the job manager %s does not start the run again (%s: %s): training "
+                "goes on with the stages that it has",
+                iteration,
+                self._name,
+                type(error).__name__,
+                error,
+            )
+            return None
 
     def begin(self, change: NodeChange, generation: int) -> None:
         """Ranks exit now: give their nodes back when they have."""
@@ -161,7 +176,7 @@ class NodeRelease:
                 self._name,
                 pending.errors[0],
             )
-        self._reporter.elastic(
+        self._reporter.answered(
             iteration,
             "release",
             change.ranks,

@@ -79,7 +79,10 @@ class Session:
     def packing(self, iteration, action, reason, old, new, iteration_ms):
         self.log.append((action, str(new)))
 
-    def elastic(self, iteration, event, ranks, hosts, answer=None):
+    def elastic(self, iteration, event, ranks, hosts):
+        self.log.append((event, tuple(ranks)))
+
+    def answered(self, iteration, event, ranks, hosts, answer):
         self.log.append((event, tuple(ranks)))
         self.answer = answer
 

@@ -19,7 +19,7 @@ class Told:
     def __init__(self):
         self.events = []
 
-    def elastic(self, *event):
+    def answered(self, *event):
         self.events.append(event)
 
 
