@@ -32,7 +32,7 @@ from tests.slurm.cluster import is_installed, local_cluster
 from tests.slurm.runs import collapsing, restarting
 
 NUM_MICROBATCHES = 16
-COLLAPSE, GROWTH, END = 8, 35, 55
+COLLAPSE, GROWTH, END = 8, 30, 75
 MAX_SLOWDOWN_PCT = 2.0
 console = Console()
 
