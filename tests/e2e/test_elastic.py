@@ -121,17 +121,21 @@ def test_ranks_exit_with_status_0_under_torchrun(tmp_path):
     assert [(e["ranks"], e["answer"]) for e in release] == [([1, 2], "taken")]
 
 
-DISTRIBUTED = "--bf16 --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable".split()
+# One stage alone adds the gradients of tied weights up, and rounds the norm, in its own way.
+RESHARDABLE = (
+    *("--bf16", "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"),
+    *("--untie-embeddings-and-output-weights", "--clip-grad", "100", "--num-layers", "12"),
+)
 
 
 @pytest.mark.matrix
 def test_a_checkpoint_of_a_packed_run_loads_at_any_size(tmp_path):
     """Saved by two of three stages; goes on on one, two and four as if nothing had been."""
     saved = ("--save", str(tmp_path / "saved"), "--save-interval", "5")
-    packed = cell("packed", 6, 3, "3:2", *DISTRIBUTED, "--num-layers", "12")
+    packed = cell("packed", 6, 3, "3:2", *RESHARDABLE)
     whole = train(packed, packed.moves, tmp_path / "whole", *saved)
     for stages in (1, 2, 4):
-        what = cell("resumed", 2 * stages, stages, "", *DISTRIBUTED, "--num-layers", "12")
+        what = cell("resumed", 2 * stages, stages, "", *RESHARDABLE)
         resumed = train(
             what, "11:2" if stages > 1 else "", tmp_path / f"{stages}",
             "--load", str(tmp_path / "saved"), "--ckpt-step", "5",
