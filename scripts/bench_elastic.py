@@ -83,8 +83,8 @@ def main() -> None:
     cells = [emulated(case, folder / f"{case.num_stages}") for case in CASES]
     show(cells)
     if is_installed():
-        cells.append(slurm(folder / "slurm"))
-        console.print(cells[-1])
+        cells += [give_back(folder / "released"), ask_again(folder / "restarted")]
+        console.print(*cells[-2:], sep="\n")
     write_results("elastic", "emulated", "make bench-elastic", cells)
 
 
@@ -130,30 +130,40 @@ def train(case: Case, folder: Path, *flags: str) -> Events:
     )
 
 
-def slurm(folder: Path) -> dict[str, Any]:
-    """In one job give two of four nodes back to a real SLURM, in another get them back too."""
+def give_back(folder: Path) -> dict[str, Any]:
+    """Give two of four nodes back to a real SLURM, in which a job waits for them."""
     folder.mkdir(parents=True)
     second = folder / "second.sh"
     second.write_text("#!/bin/sh\ndate +%s.%N\n")
-    with console.status("a real SLURM: two of four nodes"), local_cluster(folder) as cluster:
+    with console.status("SLURM: two of four nodes go back"), local_cluster(folder) as cluster:
         job = cluster.train("packed", *collapsing(folder, "packed"))
         waiting = cluster.submit("second", 2, second)
-        assert cluster.wait_for_end(waiting, 300) == "COMPLETED", cluster.output()
+        assert cluster.wait_for_end(waiting, 600) == "COMPLETED", cluster.output()
         cluster.run("scancel", "--signal=TERM", job)
         assert cluster.wait_for_end(job, 60) == "COMPLETED", cluster.output()
-        cluster.train("grown", *restarting(folder, "grown"))
-        cluster.wait_for(lambda: not cluster.run("squeue", "-h"), 300)
-    packed = read_events(folder / "packed" / EVENTS_FILE)
-    grown = read_events(folder / "grown" / EVENTS_FILE)
-    pack, released = of_kind(packed, "pack")[0], of_kind(packed, "release")[0]
-    decided = pack["time_s"] - since_decision(packed, pack)
-    asked = of_kind(grown, "restart")[0]
-    resumed = [e for e in of_kind(grown, "iteration") if e["iteration"] > asked["iteration"] + 1]
+    events = read_events(folder / "packed" / EVENTS_FILE)
+    pack, released = of_kind(events, "pack")[0], of_kind(events, "release")[0]
+    to_fewer_stages = since_decision(events, pack)
+    decided = pack["time_s"] - to_fewer_stages
     return {
-        "case": "a real SLURM with four virtual nodes, one rank on each, two given back",
-        "seconds_to_fewer_stages": pack["time_s"] - decided,
+        "case": "a real SLURM with four virtual nodes, one rank on each: two are given back",
+        "seconds_to_fewer_stages": to_fewer_stages,
         "seconds_to_released": released["time_s"] - decided,
         "seconds_to_second_job": float((folder / "second.out").read_text()) - decided,
+    }
+
+
+def ask_again(folder: Path) -> dict[str, Any]:
+    """Need nodes again that were given back: the run starts anew on all four."""
+    folder.mkdir(parents=True)
+    with console.status("SLURM: all four nodes are needed again"), local_cluster(folder) as cluster:
+        cluster.train("grown", *restarting(folder, "grown"))
+        cluster.wait_for(lambda: not cluster.run("squeue", "-h"), 600)
+    events = read_events(folder / "grown" / EVENTS_FILE)
+    asked = of_kind(events, "restart")[0]
+    resumed = [e for e in of_kind(events, "iteration") if e["iteration"] > asked["iteration"] + 1]
+    return {
+        "case": "the same, two of four nodes are needed again: saved, ended, started anew",
         "seconds_to_restarted": resumed[0]["time_s"] - asked["time_s"],
     }
 
