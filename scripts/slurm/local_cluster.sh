@@ -99,6 +99,11 @@ start() {
 stop() {
   [ -f "$SLURM_CONF" ] || return 0
   scancel --quiet --user "$(id -un)" 2> /dev/null || true
+  # A slurmd that is told to end while its job is ending stays.
+  for _ in $(seq 1 20); do
+    [ -n "$(squeue -h 2> /dev/null)" ] || break
+    sleep 0.5
+  done
   for pid in "$dir"/slurmd.*.pid "$dir/slurmctld.pid" "$dir/munged.pid"; do
     if [ -f "$pid" ]; then kill "$(cat "$pid")" 2> /dev/null || true; fi
   done
