@@ -205,7 +205,7 @@ KINDS: tuple[Kind, ...] = (
             *words(
                 "--moe-router-topk 1 --moe-router-pre-softmax --ffn-hidden-size 128 "
                 "--seq-length 32 --max-position-embeddings 32 --pipeline-model-parallel-size 2 "
-                "--expert-model-parallel-size 4 --global-batch-size 16"
+                "--expert-model-parallel-size 4 --global-batch-size 8"
             ),
         ),
         real_note="Each rank holds all experts of its layers, so skew does not change what a layer "
