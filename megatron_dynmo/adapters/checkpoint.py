@@ -17,7 +17,6 @@ import orjson
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.safe_globals import SAFE_GLOBALS
 from megatron.training.checkpointing import (
     find_checkpoint_rank_0,
     get_checkpoint_name,
@@ -190,8 +189,9 @@ def saved_arguments(args: Namespace) -> Namespace | None:
             name = find_checkpoint_rank_0(root, step, release)
             if name is None:
                 return None
-            with torch.serialization.safe_globals(SAFE_GLOBALS):
-                saved = torch.load(name, map_location="cpu", mmap=True, weights_only=True)["args"]
+            # Megatron has registered its classes as safe, and needs them when it loads: torch's
+            # `safe_globals` would take them away again.
+            saved = torch.load(name, map_location="cpu", mmap=True, weights_only=True)["args"]
     except (CheckpointingException, OSError, RuntimeError, KeyError, UnpicklingError) as error:
         logger.warning("cannot read the arguments in the checkpoint %s: %s", folder, error)
         return None
