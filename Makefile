@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup format lint types test test-unit test-upstream test-distributed test-e2e \
 	test-matrix test-slow test-convergence test-slurm demo bench bench-balancers bench-trigger bench-migration \
-	bench-sparse-attention bench-elastic bench-dynamics patches docs lock dist clean
+	bench-sparse-attention bench-pruning bench-elastic bench-dynamics patches docs lock dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -90,14 +90,17 @@ bench-migration: setup ## What a move costs: time by phase, share of the raw tra
 bench-sparse-attention: setup ## Sparse against dense core attention, on one thread
 	$(BIN)/python scripts/bench_sparse_attention.py
 
+bench-pruning: setup ## Pruned against whole layers, on one thread
+	$(BIN)/python scripts/bench_pruning.py
+
 bench-elastic: setup ## Emulated ranks packed and taken back: seconds, throughput
 	$(BIN)/python scripts/bench_elastic.py
 
 bench-dynamics: setup ## Each kind of dynamic, real on 2 cores and on 8 emulated ranks
 	$(BIN)/python scripts/bench_dynamics.py
 
-bench: demo bench-balancers bench-trigger bench-migration bench-sparse-attention bench-elastic \
-	bench-dynamics ## All benchmarks that write benchmarks/results
+bench: demo bench-balancers bench-trigger bench-migration bench-sparse-attention bench-pruning \
+	bench-elastic bench-dynamics ## All benchmarks that write benchmarks/results
 
 patches: setup ## List and check the patches of Megatron
 	$(BIN)/dynmo patches list

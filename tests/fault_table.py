@@ -88,10 +88,16 @@ def wanted(cell: Cell) -> str:
 
 
 def write(rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write the result file and the document, if the table is whole."""
-    outcomes = {Cell(r["run"], r["phase"], r["rank"], r["fault"]): r["outcome"] for r in rows}
+    """Write the result file and the document, if the table is whole.
+
+    Cells that were not run now keep what they ended in before.
+    """
+    before = read() if RESULTS.exists() else []
+    outcomes = {
+        Cell(r["run"], r["phase"], r["rank"], r["fault"]): r["outcome"] for r in (*before, *rows)
+    }
     cells = [*MEMORY_CELLS, *REAL_CELLS]
-    if set(outcomes) != set(cells):
+    if not set(cells) <= set(outcomes):
         return
     ordered = [{**cell._asdict(), "outcome": outcomes[cell]} for cell in cells]
     write_results("faults", "real", COMMAND, ordered)
