@@ -1,6 +1,7 @@
 """When stages leave and come back, with a run and ranks that are only pretended."""
 
 import itertools
+import json
 
 import torch.distributed as dist
 
@@ -155,6 +156,9 @@ def test_stages_that_do_not_answer_are_not_called_again(monkeypatch):
     )
     windows(elasticity, 60, 2, iteration_ms=200.0)
     assert called == [1] and log[-1] == ("rejoin", (1,))
+    # It was parked when that was found out, and is told.
+    off, go = (json.loads(elasticity._host._store.get(f"say/{message}")) for message in (1, 2))
+    assert off["kind"] == "off" and go["state"]["gone"] == [2]
     log.clear()
     windows(elasticity, 90, 4, iteration_ms=200.0)
     assert called == [1] and {what[0] for what in log} <= {"advise"}
