@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup format lint types test test-unit test-upstream test-distributed test-e2e \
-	test-matrix test-slow test-convergence test-slurm demo bench bench-balancers bench-trigger bench-migration \
+	test-matrix test-slow test-elastic test-convergence test-slurm demo bench bench-balancers bench-trigger bench-migration \
 	bench-sparse-attention bench-pruning bench-elastic bench-dynamics patches docs lock dist clean
 
 help: ## List the targets
@@ -68,6 +68,11 @@ test-matrix: setup ## Random moves in every configuration, round trips of checkp
 
 test-slow: setup ## All that is too slow for CI, test-matrix among it (needs SLURM too)
 	$(BIN)/pytest -m matrix --timeout 3600
+
+ELASTIC := $(addprefix tests/e2e/,test_elastic.py test_elastic_faults.py test_elastic_emulated.py)
+
+test-elastic: setup ## Packing and rejoining in many configurations, faults, emulated devices
+	$(BIN)/pytest -m "" --timeout 3600 $(ELASTIC)
 
 test-slurm: setup ## A real SLURM with four virtual nodes: give nodes back (needs slurm-wlm and munge)
 	$(BIN)/pytest tests/slurm -m "not matrix"

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0  # for parked ranks to say that they are there
 _FIRST_COST_ITERATIONS = 10  # that a change is thought to cost before one was made
+_FIRST_PAUSE_WINDOWS = 20  # before a manager that refused a restart is asked again; then twice that
 _RESTART_COST_MS = 600_000.0  # waiting in the queue, starting and loading: what a guess can say
 
 
@@ -92,8 +93,9 @@ class Elasticity:
         )
         self._forced = [p for p in config.forced_packs if p.iteration > run.first_iteration]
         self._active: tuple[int, ...] = tuple(range(layout.num_stages))
-        self._gone: set[int] = set()  # stages whose ranks have exited
-        self._restarts = config.restarts  # until it was tried
+        self._gone: set[int] = set()  # stages whose ranks have exited, or do not answer
+        self._pause = 0  # windows until a restart may be asked for
+        self._next_pause = _FIRST_PAUSE_WINDOWS
         self._speeds = [1.0] * layout.num_stages
         self._advised: tuple[int, ...] | None = None
         self._change: _Change | None = None
@@ -115,6 +117,7 @@ class Elasticity:
         """
         if self._config.pack == "off" or self._config.forced_packs:
             return
+        self._pause = max(0, self._pause - 1)
         found = self._find(iteration)
         if found is None:
             self._advised = None
@@ -135,6 +138,10 @@ class Elasticity:
         """Who forces layouts wants exactly those, on the stages that there are."""
         return self._config.pack == "on" and not self._config.forced_moves
 
+    @property
+    def _may_restart(self) -> bool:
+        return self._config.restarts and self._pause == 0
+
     def _find(self, iteration: int) -> Packing | None:
         measured = self._session.present_costs(iteration)
         if measured is None:
@@ -142,11 +149,16 @@ class Elasticity:
         costs, speeds = measured
         for stage, speed in zip(self._active, speeds, strict=True):
             self._speeds[stage] = speed
+        # Without those that cannot come; if these alone would do, that is still worth saying.
+        gone = frozenset() if self._may_restart else frozenset(self._gone)
         try:
-            found = find_packing(
-                costs, self._session.layout, self._active, self._stages, self._settings,
-                self._speeds,
-            )  # fmt: skip
+            for missing in dict.fromkeys((gone, frozenset[int]())):
+                found = find_packing(
+                    costs, self._session.layout, self._active, self._stages, self._settings,
+                    self._speeds, missing,
+                )  # fmt: skip
+                if found is not None:
+                    break
         except (BalanceError, ConfigError) as error:
             logger.debug("no packing: %s", error)
             return None
@@ -174,7 +186,11 @@ class Elasticity:
         return Packing(stages, new, found.iteration_ms if found else 0.0, 0.0)
 
     def _pays(self, found: Packing, iteration: int, iteration_ms: float) -> bool:
-        """Whether the rest of training is long enough; measured times of rank 0 decide."""
+        """Whether the rest of training is long enough; rank 0 decides, by the times it measured."""
+        pays = self._would_pay(found, iteration, iteration_ms)
+        return bool(self._session.consensus.of_rank_0([int(pays)])[0])
+
+    def _would_pay(self, found: Packing, iteration: int, iteration_ms: float) -> bool:
         remaining = self._run.train_iters - iteration
         cost_ms = self._cost_ms or _FIRST_COST_ITERATIONS * iteration_ms
         if len(found.stages) < len(self._active):
@@ -182,17 +198,15 @@ class Elasticity:
         else:
             share = max(0.0, 1 - found.iteration_ms / iteration_ms)
             if self._gone & set(found.stages):
-                if not self._restarts:
-                    return False  # they have exited, and nobody can come
+                if not self._may_restart:
+                    return False  # they cannot come
                 cost_ms = _RESTART_COST_MS
-        return bool(
-            self._session.consensus.of_rank_0([int(remaining * iteration_ms * share > cost_ms)])[0]
-        )
+        return bool(remaining * iteration_ms * share > cost_ms)
 
     def _say(self, iteration: int, action: str, text: str, found: Packing) -> None:
         hint = ""
-        if action == "advise" and self._gone & set(found.stages) and not self._restarts:
-            hint = "; their ranks have exited: start the run again with all of them"
+        if action == "advise" and self._gone & set(found.stages) and not self._config.restarts:
+            hint = "; their ranks are gone: start the run again with all of them"
         elif action == "advise" and self._config.pack != "on":
             hint = "; --dynmo-pack on does it"
         self._session.reporter.packing(
@@ -219,7 +233,7 @@ class Elasticity:
         last = self._stages.num_stages - 1
         middle = [s for s in self._active if 0 < s < last]
         away = (s for s in range(1, last) if s not in middle)
-        middle += [s for s in away if self._restarts or s not in self._gone]
+        middle += [s for s in away if self._config.restarts or s not in self._gone]
         return (0, *sorted(middle[: num_stages - 2]), last)
 
     # ---------------------------------------------------------------- doing
@@ -312,7 +326,7 @@ class Elasticity:
                 f" dynmo iteration {iteration:6d} | parked ranks {missing} do not answer: "
                 f"training goes on with {len(self._active)} stages"
             )
-            self._gone |= set(back)
+            self._gone |= {s for s in back if set(self._members.ranks_of([s])) & set(missing)}
             self._advised = None
             return
         host.go(
@@ -321,6 +335,7 @@ class Elasticity:
                 "stages": change.stages,
                 "layout": full.boundaries,
                 "target": change.layout.boundaries,
+                "gone": sorted(self._gone),
                 **self._members.progress(),
             }
         )
@@ -329,7 +344,7 @@ class Elasticity:
 
     def _restart(self, iteration: int, change: _Change) -> None:
         """Have the run started anew with all its nodes: ranks that have exited cannot come."""
-        self._restarts = False
+        self._pause, self._next_pause = self._next_pause, 2 * self._next_pause
         num_nodes = len(self._stages.kept_nodes(range(self._stages.num_stages)))
         ranks = self._members.ranks_of([s for s in change.stages if s not in self._active])
         hosts = self._members.nodes_of(ranks)
@@ -355,6 +370,7 @@ class Elasticity:
         assert state["iteration"] == iteration, (state["iteration"], iteration)
         self._host.message = go.message
         self._forced = [pack for pack in self._forced if pack.iteration > iteration]
+        self._gone = set(state["gone"])
         stages = tuple(state["stages"])
         old = self._session.layout
         full, target = (

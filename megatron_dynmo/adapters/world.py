@@ -31,6 +31,17 @@ _UNSUPPORTED = (
     "log_straggler",
 )
 
+# Arguments with which a run does not go on where its last checkpoint is.
+_NOT_RESUMED = (
+    "finetune",
+    "ckpt_step",
+    "override_ckpt_iteration",
+    "no_load_optim",
+    "no_save_optim",
+    "no_load_rng",
+    "no_save_rng",
+)
+
 type FormGroups = Callable[[Any], None]
 """Megatron's `_initialize_distributed` of this run, given the store to meet in."""
 
@@ -172,13 +183,22 @@ def require_resumable(args: Namespace) -> None:
     """Refuse a run that, started anew on more stages, would not go on where it ended.
 
     Raises:
-        ConfigError: Names the flags to add.
+        ConfigError: Names the flags to add or to leave out.
     """
     wanted = "--dynmo-release restart: the run that is started anew resumes from its own checkpoint"
     if not args.save or args.load != args.save:
         raise ConfigError(
             f"{wanted}; give --save and --load the same folder (they are {args.save} and "
             f"{args.load})"
+        )
+    for name in _NOT_RESUMED:
+        value = getattr(args, name, None)
+        if value is not None and value is not False:
+            raise ConfigError(f"{wanted}, all of it; leave --{name.replace('_', '-')} out")
+    if args.ckpt_format != "torch_dist":
+        raise ConfigError(
+            f"{wanted} on another number of stages; --ckpt-format {args.ckpt_format} cannot, use "
+            "torch_dist"
         )
     if args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable:
         raise ConfigError(

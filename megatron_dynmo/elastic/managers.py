@@ -53,8 +53,11 @@ class NodeChange:
 class JobManager(Protocol):
     """What a manager can do."""
 
-    def check(self) -> None:
+    def check(self, restarts: bool = False) -> None:
         """Before ranks exit: would the nodes be taken?
+
+        Args:
+            restarts: whether the run is to be started anew when they are needed again.
 
         Raises:
             ManagerError: No, and why.
@@ -105,7 +108,7 @@ class CommandManager:
         self._words = tuple(words)
         self._timeout_s = timeout_s
 
-    def check(self) -> None:
+    def check(self, restarts: bool = False) -> None:
         """See `JobManager.check`."""
         if shutil.which(self._words[0]) is None:
             raise ManagerError(f"{self._words[0]} is no program on PATH")
@@ -138,8 +141,10 @@ class SlurmManager:
         self._environment = environment
         self._timeout_s = timeout_s
 
-    def check(self) -> None:
+    def check(self, restarts: bool = False) -> None:
         """See `JobManager.check`: inside a job that runs and that this user may change."""
+        if restarts:
+            self._restart_note()
         job = self._job()
         owner = re.search(r"\((\d+)\)", job.get("UserId", ""))
         if owner is not None and os.getuid() not in (0, int(owner[1])):
@@ -173,17 +178,22 @@ class SlurmManager:
 
         A running job cannot have nodes added, and only the script knows how it was submitted.
         """
-        note = self._environment.get(_RESTART_NOTE)
-        if note is None:
+        note = self._restart_note()
+        try:
+            note.write_text(f"{num_nodes}\n")
+        except OSError as error:
+            raise ManagerError(f"{note} cannot be written: {error.strerror}") from None
+        return f"job {self._job_id} submits itself again for {num_nodes} nodes when it has ended"
+
+    def _restart_note(self) -> Path:
+        """The file from which the batch script learns that it is to submit itself again."""
+        name = self._environment.get(_RESTART_NOTE)
+        if not name:
             raise ManagerError(
                 f"the batch script does not submit itself again: {_RESTART_NOTE} is not set "
                 "(scripts/slurm shows how)"
             )
-        try:
-            Path(note).write_text(f"{num_nodes}\n")
-        except OSError as error:
-            raise ManagerError(f"{note} cannot be written: {error.strerror}") from None
-        return f"job {self._job_id} is submitted again for {num_nodes} nodes when it has ended"
+        return Path(name)
 
     @property
     def _job_id(self) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -112,6 +113,7 @@ def find_packing(
     stage_map: StageMap,
     settings: PackingSettings,
     stage_speeds: Sequence[float] | None = None,
+    gone: frozenset[int] = frozenset(),
 ) -> Packing | None:
     """Find other stages to go on with.
 
@@ -123,6 +125,8 @@ def find_packing(
         settings: what the user set.
         stage_speeds: relative speed of every stage of the map, of freed ones as last known; equal
             when None.
+        gone: freed stages that cannot come back. Where the others are not enough, all of them are
+            to come if that is faster than now.
 
     Returns:
         The stages to go on with; None when the present ones are right. Fewer than now are to be
@@ -135,7 +139,7 @@ def find_packing(
     if not stage_map.units():
         return None
     speeds = tuple(stage_speeds or (1.0,) * stage_map.num_stages)
-    search = _Search(costs, layout, stage_map, settings, speeds)
+    search = _Search(costs, layout, stage_map, settings, speeds, gone)
     best = None
     seen = [tuple(active)]
     while (found := search.step(seen[-1])) is not None:
@@ -149,8 +153,9 @@ def find_packing(
     plan = search.confirmed(best, is_fewer)
     if plan is None or is_fewer or plan.slowdown_pct <= settings.max_slowdown_pct:
         return plan
-    # The schedule itself takes longer than the estimate that found these: all come back.
-    return search.confirmed(search.everything, is_fewer=False)
+    # The schedule itself takes longer than the estimate that found these: all come back that can.
+    most = search.most(tuple(active))
+    return plan if most is None else search.confirmed(most, is_fewer=False)
 
 
 class _Search:
@@ -163,15 +168,16 @@ class _Search:
         stage_map: StageMap,
         settings: PackingSettings,
         speeds: tuple[float, ...],
+        gone: frozenset[int],
     ) -> None:
         self._costs, self._layout = costs, layout
         self._map, self._settings, self._speeds = stage_map, settings, speeds
+        self._gone = gone
         self._known: dict[tuple[int, ...], Packing | None] = {}
         everything = tuple(range(stage_map.num_stages))
         self._whole = self._min_max(everything)
         self._all_ms = self._estimate_ms(self._whole, everything)
-        self.everything = Packing(everything, self._whole, self._all_ms, 0.0)
-        self._known[everything] = self.everything
+        self._known[everything] = Packing(everything, self._whole, self._all_ms, 0.0)
 
     def step(self, active: tuple[int, ...]) -> Packing | None:
         """What to do next from these stages; None when they are right."""
@@ -183,7 +189,20 @@ class _Search:
             return self._look(fewer[first], limit)
         if self._look(active, limit + _BAND_PCT) is not None:
             return None
-        return next(filter(None, (self._look(s, limit) for s in self._more(active))), None)
+        found = next(filter(None, (self._look(s, limit) for s in self._more(active))), None)
+        return found or self._faster(active)
+
+    def most(self, active: tuple[int, ...]) -> Packing | None:
+        """All stages that can come, however fast; None if there is none, or none that fits."""
+        *_, most = (active, *self._more(active))
+        return None if most == active else self._look(most, inf)
+
+    def _faster(self, active: tuple[int, ...]) -> Packing | None:
+        """All stages that can come, where that is faster than these; for when some are gone."""
+        most, present = self.most(active), self._look(active, inf)
+        if most is None or present is None:
+            return most
+        return most if most.slowdown_pct + _BAND_PCT < present.slowdown_pct else None
 
     def confirmed(self, packing: Packing, is_fewer: bool) -> Packing | None:
         """The same stages with the best layout, by the schedule itself; None if it is too slow."""
@@ -224,7 +243,7 @@ class _Search:
 
     def _more(self, active: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """The active stages with more and more of the others."""
-        units = [unit for unit in self._map.units() if not unit & set(active)]
+        units = [unit for unit in self._map.units() if not unit & {*active, *self._gone}]
         held = set(active)
         for unit in sorted(units, key=self._worth, reverse=True):
             held |= unit

@@ -46,6 +46,7 @@ class NodeRelease:
 
     def __init__(self, config: DynMoConfig, host: Host, reporter: Any, acts: bool) -> None:
         self._exits = config.release != "park"
+        self._restarts = config.restarts
         self._name = config.job_manager
         self._manager = make_manager(config.job_manager)
         self._host = host
@@ -75,9 +76,11 @@ class NodeRelease:
     def _problem(self) -> str | None:
         try:
             if self._manager is not None:
-                self._manager.check()
+                self._manager.check(self._restarts)
         except ManagerError as error:
             return str(error)
+        except Exception as error:  # whatever a manager does, training goes on
+            return f"{type(error).__name__}: {error}"
         return None
 
     def may_restart(
@@ -130,11 +133,17 @@ class NodeRelease:
             self._pending.append(_Pending(change, generation))
 
     def follow(self, iteration: int) -> None:
-        """Go on with what is pending, without waiting."""
-        for pending in list(self._pending):
-            if self._has_answer(pending):
-                self._pending.remove(pending)
-                self._tell(iteration, pending)
+        """Go on with what is pending, without waiting.
+
+        One change after the other: each shrinks the list of nodes that the one before it has left.
+        """
+        for pending in self._pending:
+            if pending.left_at is None and self._host.have_left(
+                pending.change.ranks, pending.generation
+            ):
+                pending.left_at = time.monotonic()
+        while self._pending and self._has_answer(self._pending[0]):
+            self._tell(iteration, self._pending.pop(0))
 
     def end(self, iteration: int) -> None:
         """Training is over: wait a little for what is pending."""
@@ -148,10 +157,7 @@ class NodeRelease:
     def _has_answer(self, pending: _Pending) -> bool:
         if pending.thread is not None:
             return not pending.thread.is_alive()
-        if pending.left_at is None:
-            if self._host.have_left(pending.change.ranks, pending.generation):
-                pending.left_at = time.monotonic()
-        elif time.monotonic() - pending.left_at >= _SETTLE_S:
+        if pending.left_at is not None and time.monotonic() - pending.left_at >= _SETTLE_S:
             pending.thread = threading.Thread(
                 target=self._ask, args=(pending,), name="dynmo-job-manager", daemon=True
             )

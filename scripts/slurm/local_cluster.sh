@@ -57,6 +57,7 @@ AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 JobCompType=jobcomp/none
 KillWait=5
+WaitTime=5
 SchedulerParameters=sched_interval=2,bf_interval=2,defer_batch
 MailProg=/bin/true
 StateSaveLocation=$dir/state
@@ -104,9 +105,22 @@ stop() {
     [ -n "$(squeue -h 2> /dev/null)" ] || break
     sleep 0.5
   done
-  for pid in "$dir"/slurmd.*.pid "$dir/slurmctld.pid" "$dir/munged.pid"; do
-    if [ -f "$pid" ]; then kill "$(cat "$pid")" 2> /dev/null || true; fi
+  local pids
+  pids=$(cat "$dir"/slurmd.*.pid "$dir/slurmctld.pid" "$dir/munged.pid" 2> /dev/null) || true
+  for pid in $pids; do kill "$pid" 2> /dev/null || true; done
+  # Until they have ended, their ports are taken.
+  for _ in $(seq 1 50); do
+    for pid in $pids; do
+      if is_alive "$pid"; then sleep 0.1 && continue 2; fi
+    done
+    return 0
   done
+  echo "of the processes $pids some do not end; see the logs in $dir" >&2
+}
+
+is_alive() {
+  local state
+  state=$(ps -o stat= -p "$1") && [ "${state#Z}" = "$state" ]
 }
 
 case $action in

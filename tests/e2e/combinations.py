@@ -34,7 +34,7 @@ SETS = [
 ]
 _HEAD = """# Dynamics together
 
-Written by `make test-matrix`; not to be edited. Every set of kinds is either refused before
+Written by `make test-slow`; not to be edited. Every set of kinds is either refused before
 training starts, with the reason, or trained twice on a tiny GPT over two stages, once with moves in
 the midst of the dynamics: "equal" means the same bits of losses, gradient norms, parameters and
 moments in every iteration. A set of three or more that holds a refused pair is refused for that

@@ -11,7 +11,7 @@ def parity_results():
     """Collect the rows of the parity table and write them when the session ends."""
     rows = []
     yield rows
-    write_results("parity", "real", "make test-matrix", rows)
+    write_results("parity", "real", "make test-slow", rows)
 
 
 @pytest.fixture(scope="session")

@@ -36,16 +36,17 @@ class Cluster:
         )  # fmt: skip
         return done.stdout.strip()
 
-    def submit(self, name: str, num_nodes: int, script: Path, *words: str) -> str:
+    def submit(self, name: str, num_nodes: int, *words: object) -> str:
         """Submit a batch script whose output goes to `NAME.out`; returns the job's number."""
         return self.run(
             "sbatch", "--parsable", f"--nodes={num_nodes}", "--ntasks-per-node=1",
-            f"--output={self._folder / name}.out", script, *words,
+            f"--output={self._folder / name}.out", *words,
         )  # fmt: skip
 
-    def train(self, name: str, *words: str, script: str = "multi_node_srun") -> str:
+    def train(self, name: str, *words: str, launcher: str = "srun") -> str:
         """Submit a run of four nodes, one rank on each."""
-        return self.submit(name, 4, _SCRIPTS / f"{script}.sbatch", *words)
+        exported = f"--export=ALL,LAUNCHER={launcher}"
+        return self.submit(name, 4, exported, _SCRIPTS / "multi_node.sbatch", *words)
 
     def state(self, job: str) -> tuple[str, str]:
         """State of a job and its nodes."""
@@ -91,7 +92,6 @@ def local_cluster(folder: Path) -> Iterator[Cluster]:
     """Start four virtual nodes n0 to n3 whose files are in `folder`, and stop them again."""
     assert is_installed(), "install slurm-wlm and munge"
     local = _SCRIPTS / "local_cluster.sh"
-    subprocess.run([local, "start", folder / "slurm"], check=True, timeout=120)
     environment = {
         **os.environ, "SLURM_CONF": str(folder / "slurm" / "slurm.conf"),
         "SBATCH_GPUS_PER_NODE": "0", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT),
@@ -99,6 +99,7 @@ def local_cluster(folder: Path) -> Iterator[Cluster]:
         "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     try:
+        subprocess.run([local, "start", folder / "slurm"], check=True, timeout=120)
         yield Cluster(folder, environment)
     finally:
-        subprocess.run([local, "stop", folder / "slurm"], check=False, timeout=60)
+        subprocess.run([local, "stop", folder / "slurm"], check=False, timeout=90)

@@ -11,10 +11,10 @@ from tests.slurm.runs import growing, restarting
 pytestmark = [pytest.mark.timeout(600), pytest.mark.matrix]
 
 
-@pytest.mark.parametrize("script", ["multi_node_srun", "multi_node"])
-def test_a_run_that_gave_nodes_back_grows_again(script, tmp_path):
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_a_run_that_gave_nodes_back_grows_again(launcher, tmp_path):
     with local_cluster(tmp_path) as cluster:
-        first = cluster.train("grown", *restarting(tmp_path, "grown"), script=script)
+        first = cluster.train("grown", *restarting(tmp_path, "grown"), launcher=launcher)
         assert cluster.wait_for_end(first, 240) == "COMPLETED", cluster.output()
         second = cluster.run("squeue", "-h", "-o", "%A")
         cluster.wait_for(lambda: cluster.state(second)[0] == "RUNNING", 60)

@@ -1,5 +1,8 @@
 """When stages leave and come back, with a run and ranks that are only pretended."""
 
+import itertools
+import json
+
 import torch.distributed as dist
 
 from megatron_dynmo.config import DynMoConfig
@@ -144,15 +147,27 @@ def test_stages_that_do_not_answer_are_not_called_again(monkeypatch):
     monkeypatch.setattr("megatron_dynmo.elastic.meeting.Host.call", lambda self, ranks, s: (2,))
     windows(elasticity, 30, 2, iteration_ms=200.0)
     assert log[-1][0] == "warn" and "[2] do not answer" in log[-1][1]
+    # The other one is healthy, and comes as soon as it pays.
     log.clear()
-    windows(elasticity, 60, 4, iteration_ms=200.0)
-    assert {what[0] for what in log} <= {"advise"}
+    called = []
+    monkeypatch.setattr(
+        "megatron_dynmo.elastic.meeting.Host.call",
+        lambda self, ranks, s: called.extend(ranks) or (),
+    )
+    windows(elasticity, 60, 2, iteration_ms=200.0)
+    assert called == [1] and log[-1] == ("rejoin", (1,))
+    # It was parked when that was found out, and is told.
+    off, go = (json.loads(elasticity._host._store.get(f"say/{message}")) for message in (1, 2))
+    assert off["kind"] == "off" and go["state"]["gone"] == [2]
+    log.clear()
+    windows(elasticity, 90, 4, iteration_ms=200.0)
+    assert called == [1] and {what[0] for what in log} <= {"advise"}
 
 
 RESTARTS = {"pack": "on", "release": "restart", "job_manager": "command:true"}
 
 
-def exited_and_needed(monkeypatch, iteration_ms, manager):
+def exited_and_needed(monkeypatch, iteration_ms, manager, num_windows=6):
     """Two stages whose ranks have exited are needed again."""
     monkeypatch.setattr("megatron_dynmo.elastic.release.make_manager", lambda text: manager)
     elasticity, session, log = following(**RESTARTS)
@@ -161,14 +176,14 @@ def exited_and_needed(monkeypatch, iteration_ms, manager):
     assert log[-1] == ("pack", (1, 2))
     log.clear()
     session.times = EVEN
-    windows(elasticity, 30, 6, iteration_ms)
+    windows(elasticity, 30, num_windows, iteration_ms)
     return session, [what for what in log if what[0] != "advise"]
 
 
 class Starter:
     asked = ()
 
-    def check(self):
+    def check(self, restarts=False):
         pass
 
     def restart(self, iteration, num_nodes):
@@ -188,14 +203,20 @@ def test_a_run_that_ends_soon_is_not_started_anew(monkeypatch):
     assert log == [] and manager.asked == ()
 
 
-def test_a_manager_that_does_not_start_the_run_anew_is_asked_once(monkeypatch, caplog):
+def test_a_manager_that_does_not_start_the_run_anew_is_asked_again_later(monkeypatch, caplog):
     class Refuses(Starter):
         def restart(self, iteration, num_nodes):
-            super().restart(iteration, num_nodes)
-            raise ManagerError("not today")
+            answer = super().restart(iteration, num_nodes)
+            if len(self.asked) < 3:
+                raise ManagerError("not today")
+            return answer
 
-    _, log = exited_and_needed(monkeypatch, 10_000.0, manager := Refuses())
-    assert log == [("pack", "Ett|tt|tt|ttL")] and len(manager.asked) == 1
+    _, log = exited_and_needed(monkeypatch, 10_000.0, manager := Refuses(), 70)
+    assert log == [*3 * [("pack", "Ett|tt|tt|ttL")], ("restart", (1, 2)), ("save and end",)]
+    windows_between = [
+        (later[0] - earlier[0]) // 3 for earlier, later in itertools.pairwise(manager.asked)
+    ]
+    assert windows_between == [20, 40]
     assert "not today" in caplog.text and "training goes on" in caplog.text
 
 

@@ -113,10 +113,16 @@ def test_slurm_checks_before_it_asks(job, fields, said, monkeypatch):
 def test_slurm_notes_for_how_many_nodes_the_script_submits_itself(job, tmp_path):
     note = tmp_path / "note"
     manager = SlurmManager({"SLURM_JOB_ID": "77", "DYNMO_RESTART_FILE": str(note)})
-    assert "77 is submitted again for 4 nodes" in manager.restart(40, 4)
+    manager.check(restarts=True)
+    assert "77 submits itself again for 4 nodes" in manager.restart(40, 4)
     assert note.read_text() == "4\n"
     with pytest.raises(ManagerError, match="DYNMO_RESTART_FILE is not set"):
         slurm().restart(40, 4)
+    slurm().check()
+    with pytest.raises(ManagerError, match="DYNMO_RESTART_FILE is not set"):
+        slurm().check(restarts=True)
+    with pytest.raises(ManagerError, match="DYNMO_RESTART_FILE is not set"):
+        SlurmManager({"SLURM_JOB_ID": "77", "DYNMO_RESTART_FILE": ""}).check(restarts=True)
     manager = SlurmManager({"SLURM_JOB_ID": "77", "DYNMO_RESTART_FILE": str(note / "x")})
     with pytest.raises(ManagerError, match="cannot be written: Not a directory"):
         manager.restart(40, 4)

@@ -47,6 +47,21 @@ def test_load_that_grows_again_takes_stages_back():
     assert "4 stages are needed again" in advice(found, (0, 3), one_node_each(4), 1.0, 10)
 
 
+def test_stages_that_are_gone_are_done_without():
+    costs, layout, limits = costs_of([1.0] * 8), LayerLayout.even(8, 2), PackingSettings()
+
+    def back(active, *gone):
+        found = find_packing(costs, layout, active, one_node_each(4), limits, None, frozenset(gone))
+        return found and found.stages
+
+    # Three stages take longer than all four may, but are far faster than two.
+    assert back((0, 3), 2) == (0, 1, 3) and back((0, 3), 1) == (0, 2, 3)
+    assert back((0, 1, 3), 2) is None and back((0, 3), 1, 2) is None
+    # Where one heavy layer sets the pace the third stage would bring nothing.
+    costs = costs_of([0.001] * 7 + [8.0])
+    assert back((0, 3), 1) is None
+
+
 def test_whole_nodes_alone_are_freed():
     costs = costs_of([0.001] * 6 + [4.0, 4.0])
     # Two stages on a node: both middle ones share it with an end.
@@ -125,14 +140,17 @@ def test_a_plan_survives_its_next_check(
     active = [s for s in range(num_stages) if not any(s in unit for unit in freed)]
     speeds = data.draw(st.lists(st.sampled_from([1.0, 1.0, 0.5]), min_size=num_stages,
                                 max_size=num_stages))  # fmt: skip
+    gone = frozenset(stage for unit in freed for stage in unit if data.draw(st.booleans()))
     costs = costs_of(times, num_microbatches)
     layout = LayerLayout.nearly_even(len(times), len(active))
     limits = PackingSettings(max_slowdown_pct=slowdown)
-    found = find_packing(costs, layout, active, stage_map, limits, speeds)
+    found = find_packing(costs, layout, active, stage_map, limits, speeds, gone)
     if found is None:
         return
     assert found.stages[0] == 0 and found.stages[-1] == num_stages - 1
-    assert set(found.stages) != set(active) and found.slowdown_pct <= slowdown + 1e-9
+    assert set(found.stages) != set(active) and not gone & set(found.stages)
+    assert gone or found.slowdown_pct <= slowdown + 1e-9
     assert found.layout.num_layers == len(times)
     assert found.layout.num_stages == len(found.stages)
-    assert find_packing(costs, found.layout, found.stages, stage_map, limits, speeds) is None
+    again = find_packing(costs, found.layout, found.stages, stage_map, limits, speeds, gone)
+    assert again is None

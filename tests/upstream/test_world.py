@@ -24,6 +24,14 @@ def test_groups_must_be_megatrons_and_nothing_may_count_on_all_ranks():
     [
         ({"load": None}, "--save and --load the same folder .they are /a and None"),
         ({"load": "/b"}, "they are /a and /b"),
+        ({"finetune": True}, "leave --finetune out"),
+        ({"ckpt_step": 0}, "leave --ckpt-step out"),
+        ({"override_ckpt_iteration": 7}, "leave --override-ckpt-iteration out"),
+        ({"no_load_optim": True}, "leave --no-load-optim out"),
+        ({"no_save_optim": True}, "leave --no-save-optim out"),
+        ({"no_load_rng": True}, "leave --no-load-rng out"),
+        ({"no_save_rng": True}, "leave --no-save-rng out"),
+        ({"ckpt_format": "torch"}, "--ckpt-format torch cannot, use torch_dist"),
         ({"use_distributed_optimizer": True}, "add --dist-ckpt-optim-fully-reshardable"),
     ],
 )
@@ -31,6 +39,9 @@ def test_a_run_that_is_started_anew_must_resume(changed, said):
     args = {
         "save": "/a",
         "load": "/a",
+        "finetune": False,
+        "no_load_rng": None,
+        "ckpt_format": "torch_dist",
         "use_distributed_optimizer": False,
         "dist_ckpt_optim_fully_reshardable": False,
     }
