@@ -54,14 +54,12 @@ class PruningFlags(FlagGroup):
         "runs with tensor-parallel sizes that divide it prune the same (default: that size)",
         type=auto_or_count,
         metavar="N",
-        only_with=("neuron", "head"),
     )
     prune_multiple: int = flag(
         1,
         "neuron and head: what is left in a block is a multiple of this; 64 suits tensor cores",
         type=count,
         metavar="N",
-        only_with=("neuron", "head"),
     )
     prune_compute: str = flag(
         "auto",
@@ -69,7 +67,6 @@ class PruningFlags(FlagGroup):
         "machine finds them faster (auto), never (dense) or always (sparse); the last two make two "
         "runs comparable bit for bit",
         choices=["auto", "dense", "sparse"],
-        only_with=("magnitude",),
     )
 
     def is_on(self) -> bool:

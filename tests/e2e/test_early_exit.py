@@ -10,6 +10,8 @@ from tests.ranks import run_ranks
 
 FIRST_EXIT = 2
 FLAGS = ("--dynmo-early-exit-min-layer", str(FIRST_EXIT), "--dynmo-early-exit-classes", "32")
+# The vocabulary is padded to a multiple of 128 for each rank, unless it is told to be as large.
+TP = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "64")
 
 
 def limits(step, model, optimizer):
@@ -110,7 +112,7 @@ def test_the_same_tokens_leave_under_every_layout_and_with_tensor_parallelism():
     for step in still:
         assert any(0 < count < 32 for each in step.values() for count, _ in each)
     assert who_leaves(2, "--dynmo-force-layout", "1:E|ttttL;2:Ettt|tL") == still
-    parallel = who_leaves(4, "--tensor-model-parallel-size", "2")
+    parallel = who_leaves(4, *TP)
     for step, wanted in zip(parallel, still, strict=True):
         # Both ranks of a tensor-parallel pair recorded what they hold.
         assert {number: sorted(each) for number, each in step.items()} == {
@@ -141,7 +143,7 @@ def test_heads_learn_the_same_with_tensor_parallelism(parallel):
     )
     (alone,) = run_ranks(train_ours, 1, heads, None, *FLAGS, *flags)
     for rank in run_ranks(
-        *(train_ours, 2, heads, None, *FLAGS, *flags, "--tensor-model-parallel-size", "2"),
+        *(train_ours, 2, heads, None, *FLAGS, *flags, *TP),
         *parallel,
     ):
         for wanted, found in zip(alone["watched"], rank["watched"], strict=True):
