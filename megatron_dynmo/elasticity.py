@@ -151,6 +151,7 @@ class Elasticity:
             self._speeds[stage] = speed
         # Without those that cannot come; if these alone would do, that is still worth saying.
         gone = frozenset() if self._may_restart else frozenset(self._gone)
+        found = None
         try:
             for missing in dict.fromkeys((gone, frozenset[int]())):
                 found = find_packing(
@@ -161,7 +162,6 @@ class Elasticity:
                     break
         except (BalanceError, ConfigError) as error:
             logger.debug("no packing: %s", error)
-            return None
         return self._agreed(found)
 
     def _agreed(self, found: Packing | None) -> Packing | None:

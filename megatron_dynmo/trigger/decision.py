@@ -18,7 +18,7 @@ class Decision:
     """What to do now and why, in one line.
 
     Attributes:
-        action: `move`, `stay` or `rollback`.
+        action: `move`, `stay` or `rollback`; `advise` where it is told and not carried out.
         reason: one line for a person, also for staying.
         old: layout in force.
         new: layout to reach; equal to `old` when staying.

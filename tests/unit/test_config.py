@@ -134,6 +134,8 @@ def test_a_switch_takes_no_value():
 def test_moves_that_are_not_made_do_not_overlap(mode):
     with pytest.raises(ConfigError, match=f"overlap-moves has no effect with --dynmo-mode {mode}"):
         DynMoConfig(mode=mode, overlap_moves=True)
+    with pytest.raises(ConfigError, match="no effect on emulated devices"):
+        DynMoConfig(emulate="devices.json", overlap_moves=True)
 
 
 def test_of_two_equal_flags_the_last_wins_wherever_they_stand():

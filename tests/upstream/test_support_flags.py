@@ -1,12 +1,16 @@
 """Every feature that is refused is a flag of Megatron's, told from the right argument."""
 
 import argparse
+from types import SimpleNamespace
 
 import pytest
+import torch
 from megatron.training.arguments import add_megatron_arguments
 
+from megatron_dynmo.adapters.run import MegatronRun
 from megatron_dynmo.adapters.support import UNSUPPORTED, refusals
 from megatron_dynmo.config import DynMoConfig
+from megatron_dynmo.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +43,10 @@ def test_our_flags_are_none_of_megatrons(parser):
     DynMoConfig.add_arguments(parser)  # argparse refuses a flag given twice
     args = parser.parse_args(["--dynmo-window", "5"])
     assert DynMoConfig.from_namespace(args).window == 5
+
+
+def test_moves_do_not_overlap_over_nccl():
+    run = SimpleNamespace(device=torch.device("cuda"))
+    with pytest.raises(ConfigError, match="over gloo only, not over NCCL; leave it out"):
+        MegatronRun._check_overlap(run, DynMoConfig(overlap_moves=True))
+    MegatronRun._check_overlap(run, DynMoConfig())

@@ -64,6 +64,31 @@ class PruningMethod(Protocol):
         """
 
 
+# Megatron's argument, why nothing is pruned with it, and what to leave out.
+_REFUSED = (
+    (
+        "num_experts",
+        "the weights of experts are sharded and fused in ways of their own",
+        "--num-experts or --dynmo-prune",
+    ),
+    (
+        "multi_latent_attention",
+        "multi-latent attention has other matrices",
+        "--multi-latent-attention",
+    ),
+    (
+        "heterogeneous_layers_config_path",
+        "layers of different sizes have no common measure",
+        "--heterogeneous-layers-config-path",
+    ),
+    (
+        "mtp_num_layers",
+        "layers of multi-token prediction are not pruned",
+        "--mtp-num-layers",
+    ),
+)
+
+
 def common_refusals(args: Namespace) -> list[str]:
     """Features of a run under which no parameter of a layer can become smaller.
 
@@ -77,24 +102,9 @@ def common_refusals(args: Namespace) -> list[str]:
             "TransformerEngine keeps sizes and FP8 buffers of its layers in objects of its own; "
             "use --transformer-impl local"
         )
-    if getattr(args, "num_experts", None):
-        refused.append(
-            "the weights of experts are sharded and fused in ways of their own; leave out "
-            "--num-experts or --dynmo-prune"
-        )
-    if getattr(args, "multi_latent_attention", False):
-        refused.append(
-            "multi-latent attention has other matrices; leave out --multi-latent-attention"
-        )
-    if getattr(args, "heterogeneous_layers_config_path", None):
-        refused.append(
-            "layers of different sizes have no common measure; leave out "
-            "--heterogeneous-layers-config-path"
-        )
-    if getattr(args, "mtp_num_layers", None):
-        refused.append(
-            "layers of multi-token prediction are not pruned; leave --mtp-num-layers out"
-        )
+    refused += [
+        f"{why}; leave out {flags}" for name, why, flags in _REFUSED if getattr(args, name, None)
+    ]
     if getattr(args, "ckpt_format", "torch_dist") != "torch_dist" and getattr(args, "save", None):
         refused.append(
             f"--ckpt-format {args.ckpt_format} cannot hold layers of different sizes; use "
