@@ -44,7 +44,7 @@ from scripts.results import FOLDER, ROOT, machine, write_results
 from tests.ranks import RanksFailed
 
 COMMAND = "make bench-dynamics"
-TIMEOUT_S = 300  # a run
+TIMEOUT_S = 900  # a run
 QUICK_ITERATIONS = 12
 QUICK_MICROBATCHES = {"real": 2, "emulated": 8}
 SNAPSHOTS = 5

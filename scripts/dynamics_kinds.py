@@ -21,7 +21,7 @@ REAL_MODEL = words(
     "--seq-length 256 --max-position-embeddings 256 --micro-batch-size 1 --global-batch-size 6 "
     "--pipeline-model-parallel-size 2 --lr 1e-3 --min-lr 1e-4"
 )
-REAL_ITERATIONS = 40
+REAL_ITERATIONS = 80
 
 # Eight emulated ranks: as little real compute as leaves the dynamics something to decide on.
 EMULATED_MODEL = words(
@@ -121,21 +121,21 @@ def counted_experts(iterations: int) -> tuple[str, ...]:
     return ("--dynmo-moe",)
 
 
-def pruning(how: str, final: str) -> Flags:
-    """Cubic schedule between a fifth and three fifths of the run, in steps of a tenth."""
+def pruning(how: str, final: str, begin: float = 0.2, end: float = 0.6) -> Flags:
+    """Cubic schedule between two shares of the run, in steps of a tenth."""
 
     def flags(iterations: int) -> tuple[str, ...]:
-        tenth = at(iterations, 0.1)
         return words(
-            f"--dynmo-prune {how} --dynmo-prune-final {final} --dynmo-prune-begin {2 * tenth} "
-            f"--dynmo-prune-end {6 * tenth} --dynmo-prune-every {tenth}"
+            f"--dynmo-prune {how} --dynmo-prune-final {final} "
+            f"--dynmo-prune-begin {at(iterations, begin)} --dynmo-prune-end {at(iterations, end)} "
+            f"--dynmo-prune-every {at(iterations, 0.1)}"
         )
 
     return flags
 
 
 def hashed_attention(layers: tuple[str, ...], buckets: tuple[int, ...]) -> Flags:
-    """More and more buckets for parts of the layers, deeper parts first and to more of them."""
+    """So many buckets for parts of the layers, one part after the other."""
 
     def flags(iterations: int) -> tuple[str, ...]:
         steps = ["0:1"]
@@ -179,10 +179,9 @@ EXPERTS = words(
 )
 # Tied, the embedding would be trained by the output layer, and need its gradient from in front.
 UNTIED = ("--untie-embeddings-and-output-weights",)
-PRUNED_EVENLY = (
-    "Heads go by magnitude over the whole model, so layers keep unequal numbers of them, by chance "
-    "more than by depth. Single weights and neurons go evenly after so little training: of each of "
-    "24 layers, 90 % of the weights to within 2 %."
+TRAINED_UNEVENLY = (
+    "One threshold for the whole model: its first layers have learned larger weights, so they keep "
+    "more of their neurons than deeper ones."
 )
 EVERY_OTHER = (
     "Every other layer is routed, so stages differ by one routed layer at most, and that is less "
@@ -198,56 +197,48 @@ KINDS: tuple[Kind, ...] = (
             *("--moe-layer-freq", "([0]*3+[1]*5)"),
             *words("--hidden-size 128 --ffn-hidden-size 256 --num-experts 4 --global-batch-size 4"),
         ),
-        # Two stages of four expert-parallel ranks each. Tokens of one expert each make the skew of
+        # Four stages of two expert-parallel ranks each. Tokens of one expert each make the skew of
         # ranks as large as it gets.
         emulated_model=(
             *EXPERTS,
             *words(
                 "--moe-router-topk 1 --moe-router-pre-softmax --ffn-hidden-size 128 "
-                "--seq-length 32 --max-position-embeddings 32 --pipeline-model-parallel-size 2 "
-                "--expert-model-parallel-size 4 --global-batch-size 8"
+                "--seq-length 32 --max-position-embeddings 32 --pipeline-model-parallel-size 4 "
+                "--expert-model-parallel-size 2 --global-batch-size 16"
             ),
         ),
         real_note="Each rank holds all experts of its layers, so skew does not change what a layer "
         "takes: uneven are the dense layers in front, from the start.",
-        emulated_note="A layer costs what the busiest of its four expert-parallel ranks has to do.",
+        emulated_note="A layer costs what the busier of its two expert-parallel ranks has to do.",
     ),
     Kind(
         "freezing",
-        freezing(2, 3, 4),
+        freezing(2, 4, 6),
         2.23,
         real_model=UNTIED,
         emulated_model=UNTIED,
         emulated_flags=freezing(8, 16, 21),
     ),
-    # Weights must have learned before layers differ in how many of them are small, hence the
-    # learning rates.
+    # Two fifths of the run are training before anything goes: untrained layers have like weights.
     Kind(
         "pruning",
-        pruning("head", "0.6"),
+        pruning("neuron", "0.8", begin=0.4, end=0.7),
         3.18,
-        real_model=words(
-            "--lr 3e-3 --ffn-hidden-size 256 --num-attention-heads 8 "
-            "--seq-length 384 --max-position-embeddings 384 --global-batch-size 4"
-        ),
-        emulated_model=words(
-            "--lr 3e-3 --ffn-hidden-size 32 --num-attention-heads 8 "
-            "--seq-length 128 --max-position-embeddings 128"
-        ),
-        emulated_flags=pruning("head", "0.75"),
-        real_note=PRUNED_EVENLY,
-        emulated_note=PRUNED_EVENLY,
+        real_model=words("--lr 2e-3"),
+        emulated_model=words("--hidden-size 64 --ffn-hidden-size 256"),
+        real_note=TRAINED_UNEVENLY,
+        emulated_note=TRAINED_UNEVENLY,
     ),
     Kind(
         "sparse attention",
-        hashed_attention(("7-8", "5-6", "3-4"), (16, 8, 4)),
+        hashed_attention(("7-8", "5-6", "3-4"), (16, 16, 16)),
         4.02,
         real_model=LONG,
         emulated_model=words(
             "--seq-length 1024 --max-position-embeddings 1024 --num-attention-heads 1 "
             "--global-batch-size 8"
         ),
-        emulated_flags=hashed_attention(("19-24", "13-18", "7-12"), (16, 8, 4)),
+        emulated_flags=hashed_attention(("19-24", "13-18", "7-12"), (16, 16, 16)),
     ),
     # With these, tokens leave in the middle of 8 layers, and in the first third of 24.
     Kind(

@@ -61,6 +61,12 @@ class PruningFlags(FlagGroup):
         type=count,
         metavar="N",
     )
+    prune_pattern: str = flag(
+        "any",
+        "magnitude: which weights may go; 2:4 leaves two of every four in a row, the pattern of "
+        "sparse tensor cores, and needs --dynmo-prune-final 0.5",
+        choices=["any", "2:4"],
+    )
     prune_compute: str = flag(
         "auto",
         "magnitude: run each product of a matrix on sparse kernels where a measurement on this "
@@ -78,6 +84,17 @@ class PruningFlags(FlagGroup):
         if self.prune is not None:
             # Defaults fit whatever was given, so any length of the run finds the mistakes.
             self.pruning_schedule(10)
+        if self.prune_pattern == "2:4":
+            if self.prune not in (None, "magnitude"):
+                raise ConfigError(
+                    f"--dynmo-prune-pattern 2:4: --dynmo-prune {self.prune} removes whole rows and "
+                    "columns; use --dynmo-prune magnitude"
+                )
+            if Fraction(repr(self.prune_final)) != Fraction(1, 2):
+                raise ConfigError(
+                    "--dynmo-prune-pattern 2:4 leaves exactly half, but --dynmo-prune-final is "
+                    f"{self.prune_final:g}: give 0.5"
+                )
 
     def pruning_schedule(self, train_iters: int) -> CubicSchedule:
         """When how much is pruned in a run.

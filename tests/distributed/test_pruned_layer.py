@@ -49,7 +49,12 @@ def compare(rank, world_size, kind, compute, gated):
             stage=SimpleNamespace(layers=lambda: layers, config=pruned.config),
         )
         settings = SimpleNamespace(
-            prune=kind, prune_final=0.5, prune_groups=2, prune_multiple=1, prune_compute=compute
+            prune=kind,
+            prune_final=0.5,
+            prune_pattern="any",
+            prune_groups=2,
+            prune_multiple=1,
+            prune_compute=compute,
         )
         way = MagnitudePruning if kind == "magnitude" else UnitPruning
         method = way(settings, arguments(world_size, gated))

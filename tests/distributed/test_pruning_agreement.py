@@ -1,6 +1,7 @@
 """What is pruned does not depend on tensor- or data-parallel sizes."""
 
 from argparse import Namespace
+from collections import Counter
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -9,10 +10,16 @@ import pytest
 from tests.ranks import run_ranks
 
 HIDDEN, FFN, HEADS, LAYERS = 16, 24, 4, 2
+SHAPES = {
+    "qkv": (3 * HIDDEN, HIDDEN),
+    "proj": (HIDDEN, HIDDEN),
+    "fc1": (2 * FFN, HIDDEN),
+    "fc2": (HIDDEN, FFN),
+}
 
 
-def prune(rank, world_size, tp_size, kind, gated):
-    """Prune a model of two layers twice, to 30 and to 60 %.
+def prune(rank, world_size, tp_size, kind, gated, pattern="any"):
+    """Prune a model of two layers twice: to 30 and 60 %, two of four to 30 and 50 %.
 
     Returns:
         {(layer, matrix): [(row, column, value as text)]} of this rank's weights that are left, in
@@ -39,13 +46,15 @@ def prune(rank, world_size, tp_size, kind, gated):
             topology=Topology.of_this_rank(),
             stage=SimpleNamespace(layers=lambda: layers, config=layers[1].config),
         )
+        final = Fraction(5 if pattern == "2:4" else 6, 10)
         config = SimpleNamespace(
-            prune=kind, prune_final=0.6, prune_groups=2, prune_multiple=1, prune_compute="dense"
-        )
+            prune=kind, prune_final=float(final), prune_pattern=pattern, prune_compute="dense",
+            prune_groups=2, prune_multiple=1,
+        )  # fmt: skip
         method = (MagnitudePruning if kind == "magnitude" else UnitPruning)(
             config, arguments(tp_size, gated)
         )
-        for share in (Fraction(3, 10), Fraction(6, 10)):
+        for share in (Fraction(3, 10), final):
             assert method.prune(run, method.due(share))
             assert method.due(share) == 0
         return what_is_left(layers, gated), method.state()
@@ -164,3 +173,16 @@ def test_tensor_and_data_parallel_runs_prune_the_same(kind, gated):
         assert sum(state["slices"]) == LAYERS * (FFN if kind == "neuron" else HEADS) // 2 - (
             LAYERS * (FFN if kind == "neuron" else HEADS) // 2 * 6 // 10
         )
+
+
+def test_tensor_and_data_parallel_runs_leave_the_same_two_of_four():
+    ((alone, _),) = run_ranks(prune, 1, 1, "magnitude", True, "2:4")
+    (first, _), (second, _) = run_ranks(prune, 2, 1, "magnitude", True, "2:4")
+    assert first == second == alone
+    shards = run_ranks(prune, 2, 2, "magnitude", True, "2:4")
+    for place, expected in alone.items():
+        assert sorted(expected) == sorted(row for shard, _ in shards for row in shard[place])
+        groups = Counter((row, column // 4) for row, column, _ in expected)
+        assert set(groups.values()) == {2}, place
+        rows, columns = SHAPES[place[1]]
+        assert len(groups) == rows * columns // 4, place

@@ -105,6 +105,7 @@ COMPUTE = "--dynmo-prune-compute"  # what a machine measures must not decide a t
 PRUNING = (
     _pruning("single weights", "magnitude", "0.8", COMPUTE, "dense"),
     _pruning("single weights, gated", "magnitude", "0.8", COMPUTE, "dense", *LLAMA),
+    _pruning("two of four", "magnitude", "0.5", COMPUTE, "dense", "--dynmo-prune-pattern", "2:4"),
     _pruning("neurons", "neuron", "0.75", in_ci=True),
     _pruning("gated neurons", "neuron", "0.75", "--dynmo-prune-multiple", "2", *LLAMA),
     _pruning("heads", "head", "0.5"),

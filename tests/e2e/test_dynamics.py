@@ -5,6 +5,7 @@ import pytest
 from tests.e2e.conformance import CASES, SETTINGS, cell_of
 from tests.e2e.moving import train_ours
 from tests.e2e.parity import compare, read_trace
+from tests.e2e.training import exact
 from tests.ranks import run_ranks
 
 PAIRS = [
@@ -54,3 +55,58 @@ def test_a_run_resumed_in_the_midst_of_a_dynamic_equals_the_uninterrupted_one(
         assert resumed.losses[iteration] == whole.losses[iteration]
         assert resumed.grad_norms[iteration] == whole.grad_norms[iteration]
         assert resumed.digests[iteration] == whole.digests[iteration]
+
+
+_validated = []
+
+
+def record_validation(rank):
+    """Keep the losses of every evaluation; only the last stage has some."""
+    from megatron.training import training
+
+    evaluate = training.evaluate
+
+    def recorded(*args, **kwargs):
+        found = evaluate(*args, **kwargs)
+        _validated.append({name: exact(loss) for name, loss in found[0].items()})
+        return found
+
+    training.evaluate = recorded
+
+
+def validated(step, model, optimizer):
+    """Losses of the evaluations so far."""
+    return list(_validated)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, id=case.name, marks=[] if "saturation" in case.name else pytest.mark.matrix
+        )
+        for case in CASES
+    ],
+)
+def test_evaluation_in_the_midst_of_a_dynamic_changes_nothing_and_is_the_same_after_moves(case):
+    cell = cell_of(case, SETTINGS[0])
+
+    def train(*flags):
+        return run_ranks(
+            *(train_ours, 2, validated, record_validation, *cell.flags, "--split", "90,8,2"),
+            *("--train-iters", "7", "--lr-decay-iters", "7", "--clip-grad", "1.0", *flags),
+            timeout_s=240,
+        )
+
+    evaluated = ("--eval-interval", "2", "--eval-iters", "1")
+    never = train("--dynmo-force-layout", "99:Ett|ttL")
+    still = train("--dynmo-force-layout", "99:Ett|ttL", *evaluated)
+    moved = train("--dynmo-force-layout", "3:E|ttttL;5:Et|tttL", *evaluated)
+    for runs in zip(never, still, moved, strict=True):
+        assert runs[0]["losses"] == runs[1]["losses"] == runs[2]["losses"]
+        assert runs[0]["grad_norms"] == runs[1]["grad_norms"] == runs[2]["grad_norms"]
+        assert runs[1]["watched"] == runs[2]["watched"]
+    for name in ("parameters", "moments"):
+        assert [rank[name] for rank in never] == [rank[name] for rank in still]
+    *_, seen = still[-1]["watched"]
+    assert len(seen) == 3 and len({losses["lm loss"] for losses in seen}) == 3

@@ -86,3 +86,22 @@ def test_cuda_events_time_every_layer(tmp_path):
     # Layers run one after another on one stream, four micro-batches an iteration.
     busy = 4 * sum(layer["forward_ms"] + layer["backward_ms"] for layer in last["layers"])
     assert busy < 1.1 * max(times.values()), (busy, times)
+
+
+def test_sparse_tensor_cores_multiply_as_dense_ones_do():
+    import torch
+
+    from megatron_dynmo.dynamics.pruning.sparse_linear import Pattern, Products, sparse_linear
+
+    generator = torch.Generator("cuda").manual_seed(1)
+    groups = torch.rand(256 * 512 // 4, 4, generator=generator, device="cuda")
+    kept = groups.argsort(dim=1)[:, :2].sort(dim=1).values
+    places = (kept + 4 * torch.arange(len(groups), device="cuda")[:, None]).flatten()
+    pattern = Pattern(places.to(torch.int32), 256, 512)
+    values = torch.randn(len(places), generator=generator, device="cuda").bfloat16()
+    x = torch.randn(128, 512, generator=generator, device="cuda").bfloat16()
+    found = sparse_linear(x, values, pattern, Products(compressed=True))
+    again = sparse_linear(x, values, pattern, Products(compressed=True))
+    assert torch.equal(found, again)
+    exact = x.double() @ pattern.dense(values).double().t()
+    torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=2e-1)

@@ -19,7 +19,12 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_dynmo.dynamics.pruning.replacement import Replacement, like
-from megatron_dynmo.dynamics.pruning.sparse_linear import Pattern, Products, sparse_linear
+from megatron_dynmo.dynamics.pruning.sparse_linear import (
+    Pattern,
+    Products,
+    compress,
+    sparse_linear,
+)
 
 LINEAR_TYPES = (ColumnParallelLinear, RowParallelLinear)
 VALUES, INDEX = "weight_values", "weight_index"
@@ -55,7 +60,7 @@ class CompactWeight:
     weight_values: torch.nn.Parameter
     weight_index: torch.Tensor
     _dynmo_pattern: tuple[torch.Tensor, Pattern] | None
-    _dynmo_dense: tuple[int, torch.Tensor] | None
+    _dynmo_dense: tuple[int, torch.Tensor, torch.Tensor | None] | None
 
     @property
     def weight(self) -> torch.nn.Parameter:
@@ -70,17 +75,18 @@ class CompactWeight:
             self._dynmo_dense = None
         return self._dynmo_pattern[1]
 
-    def _filled(self) -> torch.Tensor | None:
-        """The dense matrix for the products that need it, filled once for each age."""
-        pattern = self.dynmo_pattern
-        if self.dynmo_products.forward and self.dynmo_products.input_grad:
+    def _filled(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The dense matrix for the products that need it and its compressed form, for each age."""
+        pattern, products = self.dynmo_pattern, self.dynmo_products
+        if products.forward and products.input_grad:
             self._dynmo_dense = None
-            return None
-        age, matrix = self._dynmo_dense or (None, None)
-        if matrix is None or age != self.dynmo_age.count:
+            return None, None
+        age, matrix, compressed = self._dynmo_dense or (None, None, None)
+        if age != self.dynmo_age.count or (compressed is not None) != products.compressed:
             matrix = pattern.dense(self.weight_values.detach(), out=matrix)
-            self._dynmo_dense = self.dynmo_age.count, matrix
-        return matrix
+            compressed = compress(matrix) if products.compressed else None
+            self._dynmo_dense = self.dynmo_age.count, matrix, compressed
+        return matrix, compressed
 
     def _forward_impl(
         self,
@@ -103,7 +109,7 @@ class CompactWeight:
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         output = sparse_linear(
-            input, weight, self.dynmo_pattern, self.dynmo_products, self._filled()
+            input, weight, self.dynmo_pattern, self.dynmo_products, *self._filled()
         )
         return output if bias is None else output + bias
 

@@ -15,36 +15,39 @@ from megatron.core import parallel_state as mpu
 
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.dynamics.protocol import LayerFactors
+from megatron_dynmo.dynamics.pruning import two_of_four
 from megatron_dynmo.dynamics.pruning.compact_weight import (
     Age,
     is_compact,
     make_compact,
     remove_weights,
 )
+from megatron_dynmo.dynamics.pruning.kernels import Kernels
 from megatron_dynmo.dynamics.pruning.layer_sizes import MATRICES, LayerSizes
-from megatron_dynmo.dynamics.pruning.product_calibration import Crossover, crossover, is_supported
 from megatron_dynmo.dynamics.pruning.replacement import Replacement
+from megatron_dynmo.dynamics.pruning.sparse_linear import Products
 from megatron_dynmo.dynamics.pruning.threshold import Piece, smallest
 from megatron_dynmo.errors import ConfigError
 
 _Place = tuple[int, int]  # layer from 0 and number of the matrix
 
 _COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
-_SPARSE = Crossover(1.0, 1.0, 1.0)
-_FIXED = {"dense": Crossover(), "sparse": _SPARSE}
 
 
 class MagnitudePruning:
     """Takes single weights out, by one threshold for the whole model.
 
-    State: how many weights are left in each matrix on each tensor-parallel rank, and from which
-    density on the products of each matrix run sparse.
+    State: how many weights are left in each matrix on each tensor-parallel rank, and what was
+    measured of the kernels.
+
+    Raises:
+        ConfigError: Rows are no whole groups of four, which the pattern 2:4 needs.
     """
 
     def __init__(self, config: DynMoConfig, args: Namespace) -> None:
         self._sizes = LayerSizes.of(args)
         self._tp_size = args.tensor_model_parallel_size
-        self._tokens = args.seq_length * args.micro_batch_size
+        tokens = args.seq_length * args.micro_batch_size
         self.num_layers = args.num_layers
         whole = [
             [self._sizes.num_weights(name) // self._tp_size] * self._tp_size for name in MATRICES
@@ -55,8 +58,9 @@ class MagnitudePruning:
         self._fewest = torch.tensor(
             [math.ceil(share * self._sizes.num_weights(name)) for name in MATRICES]
         )
-        self._fixed = _FIXED.get(config.prune_compute)
-        self._measured: dict[str, Crossover] | None = None
+        self._pattern = config.prune_pattern
+        shapes = [self._local_shape(name) for name in MATRICES]
+        self._kernels = Kernels(self._pattern, config.prune_compute, shapes, tokens)
         self._age = Age()
 
     @property
@@ -78,14 +82,17 @@ class MagnitudePruning:
     def prune(self, run: Any, amount: int) -> list[Replacement]:
         """See `PruningMethod.prune`."""
         device, dtype = run.topology.device, run.stage.config.params_dtype
-        self._calibrate(dtype, device)
+        self._kernels.calibrate(dtype, device)
         held = {
             (number - 1, at): linear
             for number, layer in sorted(run.stage.layers().items())
             for at, linear in enumerate(_linears(layer))
         }
         pieces = {place: self._piece(*place, linear) for place, linear in held.items()}
-        removed = self._select(pieces, amount, dtype, device)
+        if self._pattern == "2:4":
+            removed = self._select_of_groups(held, pieces, amount, dtype, device)
+        else:
+            removed = self._select(pieces, amount, dtype, device)
         left = self._left - self._count(removed, device)
         self._require_something_left(left)
         self._left = left
@@ -94,7 +101,7 @@ class MagnitudePruning:
             # Also where nothing goes now: all matrices have one form from here on.
             if selected.any() or not is_compact(held[place]):
                 replaced.append(remove_weights(held[place], selected, self._age))
-            held[place].dynmo_products = self._crossover(place[1]).products(self._density(*place))
+            held[place].dynmo_products = self._kernels.of(place[1]).products(self._density(*place))
         return replaced
 
     def _select(
@@ -133,6 +140,42 @@ class MagnitudePruning:
                 removed[place] = own.selected(piece)
         return removed
 
+    def _select_of_groups(
+        self,
+        held: Mapping[_Place, Any],
+        pieces: Mapping[_Place, Piece],
+        amount: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> dict[_Place, torch.Tensor]:
+        """Choose the smallest of those weights whose group of four keeps two larger ones.
+
+        Args:
+            held: the linear layers here.
+            pieces: their weights.
+            amount: as the others, of `prune`.
+            dtype: see there.
+            device: see there.
+
+        Collective:
+            As `_select`.
+        """
+        free = {
+            place: two_of_four.may_go(piece.values, _places(held[place]))
+            for place, piece in pieces.items()
+        }
+        chosen = self._select(
+            {place: piece.part(free[place]) for place, piece in pieces.items()},
+            amount,
+            dtype,
+            device,
+        )
+        removed = {}
+        for place, piece in pieces.items():
+            removed[place] = torch.zeros_like(piece.values, dtype=torch.bool)
+            removed[place][free[place]] = chosen[place]
+        return removed
+
     def _count(self, removed: Mapping[_Place, torch.Tensor], device: torch.device) -> torch.Tensor:
         """How many weights go, of each matrix on each tensor-parallel rank; as `_left`.
 
@@ -144,35 +187,6 @@ class MagnitudePruning:
             lost[layer, at, mpu.get_tensor_model_parallel_rank()] = selected.sum()
         dist.all_reduce(lost, group=mpu.get_model_parallel_group())
         return lost.cpu()
-
-    def _calibrate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Measure once in a run, on rank 0: all ranks, layouts and resumes must do the same.
-
-        Collective:
-            All ranks of the world, the first time.
-        """
-        if self._fixed == _SPARSE and not is_supported(dtype, device):
-            raise ConfigError(
-                f"torch has no sparse products of {dtype} on {device.type}; use "
-                "--dynmo-prune-compute auto or dense"
-            )
-        if self._fixed is not None or self._measured is not None:
-            return
-        found = torch.zeros(len(MATRICES), 3, dtype=torch.float64, device=device)
-        if dist.get_rank() == 0:
-            for at, name in enumerate(MATRICES):
-                rows, columns = self._local_shape(name)
-                limits = crossover(rows, columns, self._tokens, dtype, device)
-                found[at] = torch.tensor(limits, dtype=torch.float64)
-        dist.broadcast(found, 0)
-        self._measured = {
-            name: Crossover(*row) for name, row in zip(MATRICES, found.tolist(), strict=True)
-        }
-
-    def _crossover(self, at: int) -> Crossover:
-        if self._fixed is not None:
-            return self._fixed
-        return Crossover() if self._measured is None else self._measured[MATRICES[at]]
 
     def _local_shape(self, name: str) -> tuple[int, int]:
         rows, columns = self._sizes.shape(name)
@@ -216,7 +230,7 @@ class MagnitudePruning:
         number = layer.layer_number - 1
         for at, linear in enumerate(_linears(layer)):
             make_compact(linear, int(self._left[number, at, linear.tp_group.rank()]), self._age)
-            linear.dynmo_products = self._crossover(at).products(self._density(number, at))
+            linear.dynmo_products = self._kernels.of(at).products(self._density(number, at))
 
     def _density(self, layer: int, at: int) -> float:
         """Share of a matrix that is left, over all tensor-parallel ranks."""
@@ -225,7 +239,7 @@ class MagnitudePruning:
     def factors(self, layer_number: int) -> LayerFactors:
         """See `Dynamic.factors`; a product that stays dense takes as long as before."""
         times = [
-            self._crossover(at).times(self._density(layer_number - 1, at))
+            self._kernels.of(at).times(self._density(layer_number - 1, at))
             if self._has_pruned
             else (1.0, 1.0, 1.0)
             for at in range(len(MATRICES))
@@ -241,25 +255,24 @@ class MagnitudePruning:
     def details(self) -> Mapping[str, Any]:
         """Weights left, and how many of each product of the model run sparse."""
         products = [
-            self._crossover(at).products(self._density(layer, at))
+            self._kernels.of(at).products(self._density(layer, at))
             for layer in range(self.num_layers)
             for at in range(len(MATRICES))
         ]
         return {
             "left": int(self._left.sum()),
             "sparse_products": {
-                name: sum(getattr(one, name) for one in products)
-                for name in ("forward", "input_grad", "weight_grad")
+                name: sum(getattr(one, name) for one in products) for name in Products._fields
             },
         }
 
     def state(self) -> dict[str, Any]:
         """See `PruningMethod.state`."""
-        measured = self._measured
         return {
             "tp_size": self._tp_size,
+            "pattern": self._pattern,
             "left": self._left.tolist(),
-            "measured": measured and {name: list(one) for name, one in measured.items()},
+            "measured": self._kernels.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -270,15 +283,27 @@ class MagnitudePruning:
                 f"each as a vector; this run has {self._tp_size}: resume with "
                 f"--tensor-model-parallel-size {state['tp_size']}"
             )
+        # Checkpoints from before there was a choice have none.
+        if (pattern := state.get("pattern", "any")) != self._pattern:
+            raise ConfigError(
+                f"the checkpoint was pruned with --dynmo-prune-pattern {pattern}: go on with it"
+            )
         left = torch.tensor(state["left"])
         if left.shape != self._left.shape or left.dtype != torch.int64:
             raise ValueError(f"counts of shape {list(left.shape)}, not {list(self._left.shape)}")
         self._left = left
-        if state["measured"] is not None:
-            self._measured = {name: Crossover(*state["measured"][name]) for name in MATRICES}
+        self._kernels.restore(state["measured"])
 
 
 def _linears(layer: Any) -> Iterator[Any]:
     """The matrices of a layer, in the order of `MATRICES`."""
     attention, mlp = layer.self_attention, layer.mlp
     yield from (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
+
+
+def _places(linear: Any) -> torch.Tensor:
+    """Positions of the present weights in the flattened matrix, ascending."""
+    if is_compact(linear):
+        places: torch.Tensor = linear.weight_index
+        return places
+    return torch.arange(linear.weight.numel(), device=linear.weight.device)

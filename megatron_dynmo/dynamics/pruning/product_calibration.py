@@ -5,6 +5,7 @@ Tier: torch. Found by trying: kernels, hardware and sizes decide it, no formula 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,10 +23,12 @@ from megatron_dynmo.dynamics.pruning.sparse_linear import (
 
 # A little above round shares, which are what people prune to.
 DENSITIES = (0.011, 0.022, 0.055, 0.11, 0.22, 0.35)
-_MAX_TOKENS = 1024
+MAX_TOKENS = 1024
 _REPEATS = 5
 # A gain smaller than the noise of the measurement is none.
-_FASTER = 0.95
+FASTER = 0.95
+# By kernels that it does not have for a device, a dtype or a size.
+REFUSED_BY_TORCH = (RuntimeError, NotImplementedError)
 
 _Run = Callable[[bool], torch.Tensor]
 
@@ -41,9 +44,12 @@ class Crossover(NamedTuple):
         """Which products of a matrix of some density run sparse."""
         return Products(*(density <= limit for limit in self))
 
-    def times(self, density: float) -> tuple[float, ...]:
+    def times(self, density: float) -> tuple[float, float, float]:
         """Expected time of each product over that of the dense one, in the order of the fields."""
-        return tuple(density / limit if density <= limit else 1.0 for limit in self)
+        forward, input_grad, weight_grad = (
+            density / limit if density <= limit else 1.0 for limit in self
+        )
+        return forward, input_grad, weight_grad
 
 
 def is_supported(dtype: torch.dtype, device: torch.device) -> bool:
@@ -52,7 +58,7 @@ def is_supported(dtype: torch.dtype, device: torch.device) -> bool:
     try:
         for run in _runs(pattern, torch.ones(4, dtype=dtype, device=device), 2):
             run(True)
-    except (RuntimeError, NotImplementedError):
+    except REFUSED_BY_TORCH:
         return False
     return True
 
@@ -71,7 +77,7 @@ def crossover(
         dtype: of the weights.
         device: where to measure.
     """
-    tokens = min(num_tokens, _MAX_TOKENS)
+    tokens = min(num_tokens, MAX_TOKENS)
     generator = torch.Generator().manual_seed(1)
     best, candidates = [0.0] * 3, {0, 1, 2}
     places = torch.rand(rows * columns, generator=generator)
@@ -81,7 +87,7 @@ def crossover(
         values = torch.ones(len(index), dtype=dtype, device=device)
         runs = _runs(pattern, values, tokens)
         for product in sorted(candidates):
-            if not _is_faster(runs[product], device):
+            if not time_ratio(runs[product], device) < FASTER:
                 candidates.discard(product)
             else:
                 best[product] = density
@@ -108,24 +114,28 @@ def _runs(pattern: Pattern, values: torch.Tensor, tokens: int) -> list[_Run]:
     ]
 
 
-def _is_faster(run: _Run, device: torch.device) -> bool:
-    """Whether the sparse way is, by the least of a few times each.
+def time_ratio(run: _Run, device: torch.device) -> float:
+    """Time of the sparse way over that of the dense one, by the least of a few times each.
 
-    False where there is none, and where it rounds otherwise from one time to the next: a run could
-    not be repeated then, nor compared with the same run under another layout.
+    Infinite where there is none, and where it rounds otherwise from one time to the next: a run
+    could not be repeated then, nor compared with the same run under another layout.
+
+    Args:
+        run: takes whether to run sparse.
+        device: where it runs.
     """
     try:
         first = run(True)  # works out the pattern, which training does once
-    except (RuntimeError, NotImplementedError):
-        return False
+    except REFUSED_BY_TORCH:
+        return math.inf
     times: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(_REPEATS):
         for is_sparse in (False, True):
             seconds, result = _timed(run, is_sparse, device)
             times[is_sparse].append(seconds)
             if is_sparse and not torch.equal(result, first):
-                return False
-    return min(times[True]) < _FASTER * min(times[False])
+                return math.inf
+    return min(times[True]) / min(times[False])
 
 
 def _timed(run: _Run, is_sparse: bool, device: torch.device) -> tuple[float, torch.Tensor]:

@@ -34,6 +34,10 @@ class Piece:
     values: torch.Tensor
     index: Callable[[torch.Tensor], torch.Tensor]
 
+    def part(self, positions: torch.Tensor) -> Piece:
+        """Some of the numbers, at ascending int64 positions; a copy."""
+        return Piece(self.values[positions], lambda within: self.index(positions[within]))
+
 
 @dataclass(frozen=True)
 class Bound:
