@@ -173,7 +173,7 @@ LONG = words(
     "--max-position-embeddings 1024 --global-batch-size 6"
 )
 EXPERTS = words(
-    "--num-experts 8 --moe-router-topk 2 --disable-bias-linear "
+    "--moe-router-topk 2 --disable-bias-linear "
     "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
     "--moe-aux-loss-coeff 1e-2"
 )
@@ -185,7 +185,7 @@ TRAINED_UNEVENLY = (
 )
 EVERY_OTHER = (
     "Every other layer is routed, so stages differ by one routed layer at most, and that is less "
-    "than the full layer that would have to move: whole layers have nothing to gain."
+    "than the full layer that would have to move: whole layers have next to nothing to gain."
 )
 KINDS: tuple[Kind, ...] = (
     Kind(
@@ -195,16 +195,17 @@ KINDS: tuple[Kind, ...] = (
         real_model=(
             *EXPERTS,
             *("--moe-layer-freq", "([0]*3+[1]*5)"),
-            *words("--hidden-size 128 --ffn-hidden-size 256 --num-experts 4 --global-batch-size 4"),
+            *words("--num-experts 4 --hidden-size 128 --ffn-hidden-size 256 --global-batch-size 4"),
         ),
         # Four stages of two expert-parallel ranks each. Tokens of one expert each make the skew of
         # ranks as large as it gets.
         emulated_model=(
             *EXPERTS,
             *words(
-                "--moe-router-topk 1 --moe-router-pre-softmax --ffn-hidden-size 128 "
-                "--seq-length 32 --max-position-embeddings 32 --pipeline-model-parallel-size 4 "
-                "--expert-model-parallel-size 2 --global-batch-size 16"
+                "--num-experts 8 --moe-router-topk 1 --moe-router-pre-softmax "
+                "--ffn-hidden-size 128 --seq-length 32 --max-position-embeddings 32 "
+                "--pipeline-model-parallel-size 4 --expert-model-parallel-size 2 "
+                "--global-batch-size 16"
             ),
         ),
         real_note="Each rank holds all experts of its layers, so skew does not change what a layer "
@@ -219,13 +220,16 @@ KINDS: tuple[Kind, ...] = (
         emulated_model=UNTIED,
         emulated_flags=freezing(8, 16, 21),
     ),
-    # Two fifths of the run are training before anything goes: untrained layers have like weights.
+    # Half of the run is training before anything goes: untrained layers have like weights.
     Kind(
         "pruning",
-        pruning("neuron", "0.8", begin=0.4, end=0.7),
+        pruning("neuron", "0.8", begin=0.5, end=0.7),
         3.18,
-        real_model=words("--lr 2e-3"),
-        emulated_model=words("--hidden-size 64 --ffn-hidden-size 256"),
+        real_model=words("--lr 2e-3 --lr-warmup-iters 10"),
+        emulated_model=words(
+            "--hidden-size 64 --ffn-hidden-size 256 --num-attention-heads 8 --seq-length 128 "
+            "--max-position-embeddings 128 --lr-warmup-iters 10"
+        ),
         real_note=TRAINED_UNEVENLY,
         emulated_note=TRAINED_UNEVENLY,
     ),

@@ -62,9 +62,8 @@ class SparseAttention(Dynamic):
         number = layer.layer_number
         if self._wish is None and not self._schedule.touches(number):
             return
-        from megatron_dynmo.dynamics.sparse_attention.core import (
-            SparseCore,  # where Megatron builds layers
-        )
+        # Only where Megatron builds layers: imports what they are made of.
+        from megatron_dynmo.dynamics.sparse_attention.core import SparseCore
 
         SparseCore(
             layer.self_attention, number, partial(self._hashing, number), partial(self._add, number)
