@@ -197,20 +197,20 @@ KINDS: tuple[Kind, ...] = (
             *("--moe-layer-freq", "([0]*3+[1]*5)"),
             *words("--num-experts 4 --hidden-size 128 --ffn-hidden-size 256 --global-batch-size 4"),
         ),
-        # Four stages of two expert-parallel ranks each. Tokens of one expert each make the skew of
+        # Two stages of four expert-parallel ranks each. Tokens of one expert each make the skew of
         # ranks as large as it gets.
         emulated_model=(
             *EXPERTS,
             *words(
                 "--num-experts 8 --moe-router-topk 1 --moe-router-pre-softmax "
                 "--ffn-hidden-size 128 --seq-length 32 --max-position-embeddings 32 "
-                "--pipeline-model-parallel-size 4 --expert-model-parallel-size 2 "
-                "--global-batch-size 16"
+                "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4 "
+                "--global-batch-size 24"
             ),
         ),
         real_note="Each rank holds all experts of its layers, so skew does not change what a layer "
         "takes: uneven are the dense layers in front, from the start.",
-        emulated_note="A layer costs what the busier of its two expert-parallel ranks has to do.",
+        emulated_note="A layer costs what the busiest of its four expert-parallel ranks has to do.",
     ),
     Kind(
         "freezing",
