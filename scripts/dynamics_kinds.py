@@ -220,14 +220,18 @@ KINDS: tuple[Kind, ...] = (
         emulated_model=UNTIED,
         emulated_flags=freezing(8, 16, 21),
     ),
-    # Half of the run is training before anything goes: untrained layers have like weights.
+    # Half of the run is training before anything goes: untrained layers have like weights. The MLP
+    # is two thirds of a layer, as in large models.
     Kind(
         "pruning",
-        pruning("neuron", "0.8", begin=0.5, end=0.7),
+        pruning("neuron", "0.9", begin=0.5, end=0.7),
         3.18,
-        real_model=words("--lr 2e-3 --lr-warmup-iters 10"),
+        real_model=words(
+            "--lr 2e-3 --lr-warmup-iters 10 --ffn-hidden-size 1024 --seq-length 128 "
+            "--max-position-embeddings 128 --global-batch-size 8"
+        ),
         emulated_model=words(
-            "--hidden-size 64 --ffn-hidden-size 256 --num-attention-heads 8 --seq-length 128 "
+            "--hidden-size 64 --ffn-hidden-size 512 --num-attention-heads 8 --seq-length 128 "
             "--max-position-embeddings 128 --lr-warmup-iters 10"
         ),
         real_note=TRAINED_UNEVENLY,
