@@ -7,9 +7,10 @@ starts as the others do and changes its layout once, before the first iteration 
 three train the same weights, and their losses must be equal to the last bit. Where the default
 split is the best one, its run is both.
 
-Real: two ranks pinned to two cores, interleaved rounds, medians. Emulated: real training, decisions
-and moves of eight pipeline ranks in virtual time (docs/emulation.md), where a layer costs what the
-state of its dynamic says.
+Real: two ranks pinned to two cores, interleaved rounds, medians; and, because a machine's speed
+drifts from run to run, one run more that goes to and fro between the start layout and the better
+one where the dynamic ends. Emulated: real training, decisions and moves of eight pipeline ranks in
+virtual time (docs/emulation.md), where a layer costs what the state of its dynamic says.
 
     make bench-dynamics
 """
@@ -48,6 +49,8 @@ TIMEOUT_S = 900  # a run
 QUICK_ITERATIONS = 12
 QUICK_MICROBATCHES = {"real": 2, "emulated": 8}
 SNAPSHOTS = 5
+# Of the run that goes to and fro: an even number of blocks, and the iterations of each.
+BLOCKS, BLOCK_ITERATIONS = 12, 5
 
 # Wide enough for the tables where the output is no terminal.
 console = Console(width=None if sys.stdout.isatty() else 130)
@@ -94,7 +97,12 @@ def main() -> int:
                 write_results("dynamics", "real", COMMAND, merged(cells))
     for block in blocks:
         show(console, block, [cell for cell in cells if cell["kind"] == block])
-    wrong = [cell for cell in cells if not (cell["loss_equal"] and cell["digests_equal"])]
+    wrong = [
+        cell
+        for cell in cells
+        if not (cell["loss_equal"] and cell["digests_equal"])
+        or not (cell["to_and_fro"] or {"loss_equal": True})["loss_equal"]
+    ]
     for cell in wrong:
         console.print(f"[red]{cell['kind']} {cell['dynamic']}: the runs differ[/red]")
     for name in failed:
@@ -180,6 +188,33 @@ class Real:
         times = {"mean": closed.mean(), "settled": np.median(closed[-rows:])}
         return limits_of(case, rest_ms, {k: float(ms) + rest_ms for k, ms in times.items()}, rows)
 
+    def to_and_fro(self, start: str, other: str, static: Run) -> dict[str, Any] | None:
+        """Compare two layouts where the dynamic ends, by turns in one run.
+
+        Args:
+            start: the layout that static keeps.
+            other: the one that was moved to last, or else the best in hindsight.
+            static: a static run, which this one must equal up to its last iteration.
+
+        Returns:
+            The other layout, how many times as fast it is (median over its neighbours in time), and
+            whether the losses are equal; None where both are the same.
+        """
+        if other == start:
+            return None
+        first = [self.iterations + number * BLOCK_ITERATIONS for number in range(BLOCKS)]
+        moves = [f"{at}:{(other, start)[k % 2]}" for k, at in enumerate(first)]
+        run = self.train(
+            "to-and-fro",
+            *("--dynmo-force-layout", ";".join(moves)),
+            *("--train-iters", str(self.iterations + BLOCKS * BLOCK_ITERATIONS)),
+        )
+        return {
+            "layout": other,
+            "speedup": speedup_by_turns(run.iteration_ms, first),
+            "loss_equal": run.losses[: self.iterations] == static.losses,
+        }
+
     def cell(self, rounds: int) -> dict[str, Any]:
         """Measure, and make a row of the table."""
         runs: dict[str, list[Run]] = {"static": [], "best_static": [], "dynmo": []}
@@ -199,7 +234,12 @@ class Real:
             runs["dynmo"].append(self.train(f"dynmo-{number}"))
         ms = {name: [run.mean_ms for run in rows] for name, rows in runs.items()}
         settled = {name: [run.settled_ms for run in rows] for name, rows in runs.items()}
-        static, ours = runs["static"][0], runs["dynmo"][0]
+        static = runs["static"][0]
+        moves = [
+            {"round": number} | {name: move[name] for name in ("iteration", "to", "duration_ms")}
+            for number, run in enumerate(runs["dynmo"], 1)
+            for move in run.of("migration")
+        ]
         cell = {
             "kind": self.block,
             "dynamic": self.kind.name,
@@ -215,10 +255,8 @@ class Real:
             "paper_speedup": self.kind.paper_speedup,
             "static_layout": start,
             "best_static_layout": best,
-            "moves": [
-                {name: move[name] for name in ("iteration", "to", "duration_ms")}
-                for move in ours.of("migration")
-            ],
+            "moves": moves,
+            "to_and_fro": self.to_and_fro(start, moves[-1]["to"] if moves else best, static),
             "rounds": rounds,
             "iteration_ms": {name: over_time(rows) for name, rows in runs.items()},
             "levels": levels(static),
@@ -269,6 +307,10 @@ class Emulated(Real):
             len(static.settled),
         )
 
+    def to_and_fro(self, start: str, other: str, static: Run) -> dict[str, Any] | None:
+        """Not needed: virtual time does not drift."""
+        return None
+
     def cell(self, rounds: int) -> dict[str, Any]:
         """See `Real.cell`."""
         return super().cell(1)
@@ -278,6 +320,23 @@ def over_time(runs: Sequence[Run]) -> list[float]:
     """Time of each step, from the first iteration on; medians over rounds."""
     rows = zip(*(run.iteration_ms.values() for run in runs), strict=True)
     return [round(statistics.median(row), 1) for row in rows]
+
+
+def speedup_by_turns(iteration_ms: dict[int, float], first: Sequence[int]) -> float:
+    """How many times as fast blocks 0, 2, 4 ... of a run are as the ones between them.
+
+    Args:
+        iteration_ms: {iteration: time}.
+        first: the iteration before each block, an even number of blocks of one length; the first
+            iteration of a block, just after a move, does not count.
+    """
+    length = first[1] - first[0]
+    ms = [statistics.median(iteration_ms[at + k] for k in range(2, length + 1)) for at in first]
+    # Each slow block against the mean of the fast ones around it.
+    around = [ms[k - 1 : k + 2 : 2] for k in range(1, len(ms), 2)]
+    return statistics.median(
+        slow / statistics.mean(fast) for slow, fast in zip(ms[1::2], around, strict=True)
+    )
 
 
 def pipeline_of(run: Run, p2p_ms: float = 0.0) -> Pipeline:

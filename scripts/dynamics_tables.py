@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ def show(console: Console, block: str, cells: Sequence[dict[str, Any]]) -> None:
             f"{cell['settled_oracle_speedup']:.2f} {cell['settled_ideal_speedup']:.2f}",
             f"{cell['paper_speedup']:.2f}",
             "[green]equal[/green]" if equal else "[red]DIFFERENT[/red]",
-            str(len(cell["moves"])),
+            _moves(cell),
         )
     console.print(table)
     console.print(
@@ -55,8 +56,20 @@ def show(console: Console, block: str, cells: Sequence[dict[str, Any]]) -> None:
         )
     for cell in cells:
         console.print(f"  {cell['dynamic']}: {cell['why']}")
+        if (turns := cell["to_and_fro"]) is not None:
+            console.print(
+                f"    to and fro in one run: {turns['layout']} is {turns['speedup']:.2f} times as "
+                f"fast as {cell['static_layout']} once the dynamic has ended, losses "
+                + ("equal" if turns["loss_equal"] else "[red]DIFFERENT[/red]")
+            )
         if cell["note"]:
             console.print(f"    {cell['note']}")
+
+
+def _moves(cell: dict[str, Any]) -> str:
+    """How many moves each round made."""
+    made = Counter(move["round"] for move in cell["moves"])
+    return ", ".join(str(made[number]) for number in range(1, cell["rounds"] + 1))
 
 
 def show_levels(console: Console, cell: dict[str, Any]) -> None:

@@ -332,13 +332,16 @@ class MegatronStage:
         return {layer.layer_number: layer for chunk in self.chunks for layer in chunk.layers}
 
     def static_bytes(self) -> tuple[dict[int, int], int, int]:
-        """Bytes of parameters, buffers, gradients and optimizer state held here.
+        """Bytes of parameters, buffers, gradients, optimizer state and derived copies held here.
 
         Returns:
             {layer_number: bytes}, bytes of the embedding, bytes of everything else.
         """
         layers = {
-            number: self.parcel(number).num_bytes + _gradient_bytes(layer.parameters())
+            number: self.parcel(number).num_bytes
+            + _gradient_bytes(layer.parameters())
+            # What a dynamic's modules keep for computing and rebuild after a move.
+            + sum(getattr(module, "dynmo_bytes_beside", 0) for module in layer.modules())
             for number, layer in self.layers().items()
         }
         ends = {True: 0, False: 0}

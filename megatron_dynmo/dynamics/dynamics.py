@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -141,9 +141,15 @@ class Dynamics:
         Collective:
             All ranks of the world.
         """
+        self.attach(run.stage.chunks)
         for kind in self._kinds:
             kind.begin(run)
         self.remember()
+
+    def attach(self, chunks: Sequence[Any]) -> None:
+        """Meet the model chunks of this rank; see `Dynamic.attach`."""
+        for kind in self._kinds:
+            kind.attach(chunks)
 
     def begin_iteration(self, iteration: int) -> None:
         """Before a step; see `Dynamic.begin_iteration`."""

@@ -16,7 +16,7 @@ Decisions are taken after a step, on all ranks, from numbers that all of them ha
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -88,8 +88,15 @@ class Dynamic:
     def shape_embedding(self, embedding: Any) -> None:
         """The same for the embedding that Megatron has just built, on ranks that have one."""
 
+    def attach(self, chunks: Sequence[Any]) -> None:
+        """Meet the model chunks of this rank, built and loaded, whether they are trained or not.
+
+        Args:
+            chunks: `ModelChunk`s, in order of virtual stages.
+        """
+
     def begin(self, run: Any) -> None:
-        """Meet the model and optimizer, built and loaded, before the first step.
+        """Meet the model and optimizer before the first step, after `attach`.
 
         Args:
             run: the `MegatronRun`.

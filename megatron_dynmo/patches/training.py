@@ -47,7 +47,8 @@ def _joined(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         model, optimizer, scheduler = original(*args, **kwargs)
-        if (active := controller()) is not None and optimizer is not None:
+        active = controller()
+        if active is not None and optimizer is not None:
             from megatron_dynmo.adapters.run import MegatronRun
 
             try:
@@ -58,6 +59,10 @@ def _joined(original: Callable[..., Any]) -> Callable[..., Any]:
                 logger.warning("%s; nothing is measured", error)
             else:
                 active.join(run)
+        elif active is not None and active.dynamics is not None:  # evaluated only
+            from megatron_dynmo.adapters.model import chunks_of
+
+            active.dynamics.attach(chunks_of(model))
         return model, optimizer, scheduler
 
     return setup_model_and_optimizer

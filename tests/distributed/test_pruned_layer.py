@@ -60,6 +60,7 @@ def compare(rank, world_size, kind, compute, gated):
         method = way(settings, arguments(world_size, gated))
         assert method.prune(run, method.due(Fraction(1, 2)))
         masks = what_stays(pruned, dense, kind)
+        kept_beside(pruned, compute)
         with torch.no_grad():
             for name, mask in masks.items():
                 dense.get_submodule(name).weight.mul_(mask)
@@ -83,6 +84,17 @@ def compare(rank, world_size, kind, compute, gated):
         ]
         numbers = [sum(p.numel() for p in layer.parameters()) for layer in (dense, pruned)]
         return differences, numbers
+
+
+def kept_beside(layer, compute):
+    """Check what is counted against what is kept for computing."""
+    for name, linear in layer.named_modules():
+        if not hasattr(linear, "weight_index"):
+            continue
+        left, (rows, columns) = len(linear.weight_index), linear.dynmo_shape
+        pattern = rows + 1 + left + columns + 1 + 2 * left
+        wanted = pattern if compute == "sparse" else rows * columns
+        assert linear.dynmo_bytes_beside == 4 * wanted, name
 
 
 def what_stays(pruned, dense, kind):

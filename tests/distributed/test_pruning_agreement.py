@@ -186,3 +186,49 @@ def test_tensor_and_data_parallel_runs_leave_the_same_two_of_four():
         assert set(groups.values()) == {2}, place
         rows, columns = SHAPES[place[1]]
         assert len(groups) == rows * columns // 4, place
+
+
+def resume_lower(rank, world_size):
+    """Prune until a matrix is as empty as it may be, and go on with a lower final share.
+
+    Returns:
+        Weights that are left of the emptied matrix, before and after; of all that there are.
+    """
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_dynmo.adapters.topology import Topology
+    from megatron_dynmo.cpu import cpu_specs
+    from megatron_dynmo.dynamics.pruning.magnitude import MagnitudePruning
+    from megatron_dynmo.patching import patched
+
+    with patched(cpu_specs()):
+        parallel_state.initialize_model_parallel(1)
+        model_parallel_cuda_manual_seed(1)
+        layers = build_layers(1, False)
+        with torch.no_grad():
+            layers[1].self_attention.linear_proj.weight.mul_(1e-3)
+        run = SimpleNamespace(
+            topology=Topology.of_this_rank(),
+            stage=SimpleNamespace(layers=lambda: layers, config=layers[1].config),
+        )
+        left, state = [], None
+        for final, share in ((0.9, Fraction(1, 2)), (0.6, Fraction(6, 10))):
+            config = SimpleNamespace(
+                prune="magnitude", prune_final=final, prune_pattern="any", prune_compute="dense"
+            )
+            method = MagnitudePruning(config, arguments(1, False))
+            if state is not None:
+                method.restore(state)
+            method.prune(run, method.due(share))
+            state = method.state()
+            left.append(state["left"][0][1][0])
+        return left, sum(count for layer in state["left"] for matrix in layer for count in matrix)
+
+
+def test_a_lower_final_share_leaves_what_is_emptied_as_it_is():
+    ((left, total),) = run_ranks(resume_lower, 1)
+    assert left == [3, 3], "a tenth of 10 %, and not the tenth of 40 % that is no longer there"
+    whole = LAYERS * (4 * HIDDEN * HIDDEN + 2 * HIDDEN * FFN)
+    assert total == whole - whole * 6 // 10

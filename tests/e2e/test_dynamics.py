@@ -1,11 +1,13 @@
 """The conformance suite of all dynamics: exact under moves, exact over a resume."""
 
+import sys
+
 import pytest
 
 from tests.e2e.conformance import CASES, SETTINGS, cell_of
 from tests.e2e.moving import train_ours
 from tests.e2e.parity import compare, read_trace
-from tests.e2e.training import exact
+from tests.e2e.training import TINY_GPT, _pretrain, exact
 from tests.ranks import run_ranks
 
 PAIRS = [
@@ -110,3 +112,32 @@ def test_evaluation_in_the_midst_of_a_dynamic_changes_nothing_and_is_the_same_af
         assert [rank[name] for rank in never] == [rank[name] for rank in still]
     *_, seen = still[-1]["watched"]
     assert len(seen) == 3 and len({losses["lm loss"] for losses in seen}) == 3
+
+
+def evaluations(rank, world_size, *argv):
+    """Run the drop-in to its end; losses of every evaluation on this rank."""
+    from megatron_dynmo import launch
+
+    sys.argv = ["pretrain_gpt.py", *TINY_GPT, *argv]
+    launch.start()
+    record_validation(rank)
+    _pretrain()
+    return _validated
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_checkpoint_is_evaluated_without_training_as_it_was_in_it(case, tmp_path):
+    cell = cell_of(case, SETTINGS[0])
+    flags = (*cell.flags, "--split", "90,8,2", "--eval-interval", "8", "--eval-iters", "1")
+    length = ("--train-iters", "8", "--lr-decay-iters", "8", "--clip-grad", "1.0")
+
+    def run(*more):
+        return run_ranks(evaluations, 2, *flags, *length, *more, timeout_s=240)
+
+    trained = run(
+        *("--save", str(tmp_path), "--save-interval", "8", "--dynmo-force-layout", "6:Ettt|tL")
+    )
+    evaluated = run("--load", str(tmp_path), "--skip-train")
+    # On the test set at the end, the same samples in both.
+    assert evaluated[-1][-1] and evaluated[-1][-1] == trained[-1][-1]

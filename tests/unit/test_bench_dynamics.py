@@ -7,7 +7,7 @@ import pytest
 
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.simulate.pipeline import Case, Pipeline
-from scripts.bench_dynamics import levels
+from scripts.bench_dynamics import levels, speedup_by_turns
 from scripts.convergence import Learned, flops_of_layer, shares_of_dense
 from scripts.dynamics_kinds import DENSE_TRIAL, EMULATED_LAYERS, EMULATION, KINDS, TRIALS, Trial
 from scripts.dynamics_limits import limits_of
@@ -107,3 +107,14 @@ def test_the_flags_of_every_kind_are_right(kind, iterations):
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
 def test_the_flags_of_every_trial_are_right(trial):
     assert DynMoConfig.from_argv(trial.flags(300)).dynamics
+
+
+def test_drift_of_the_machine_does_not_tell_two_layouts_apart():
+    """The machine slows down by a tenth a block; every second block takes a quarter longer."""
+    first = [40, 44, 48, 52, 56, 60]
+    ms = {
+        at + k: (10.0 + number) * (1.25 if number % 2 else 1.0) * (9.0 if k == 1 else 1.0)
+        for number, at in enumerate(first)
+        for k in range(1, 5)
+    }
+    assert speedup_by_turns(ms, first) == pytest.approx(1.25, rel=0.02)

@@ -4,6 +4,7 @@ from megatron_dynmo.dynamics.pruning.product_calibration import Crossover, cross
 from megatron_dynmo.dynamics.pruning.sparse_linear import Products
 
 CPU = torch.device("cpu")
+ALL = Products(True, True, True)
 
 
 def test_a_product_is_sparse_up_to_the_measured_density_only():
@@ -15,12 +16,12 @@ def test_a_product_is_sparse_up_to_the_measured_density_only():
 
 
 def test_a_product_that_torch_has_no_sparse_kernel_of_never_runs_sparse():
-    assert not is_supported(torch.bfloat16, CPU), "there is no sampled product of bf16"
+    assert not is_supported(torch.bfloat16, CPU, ALL), "there is no sampled product of bf16"
     assert crossover(16, 8, 4, torch.bfloat16, CPU).weight_grad == 0
 
 
 def test_measuring_leaves_the_random_streams_alone():
-    assert is_supported(torch.float32, CPU)
+    assert is_supported(torch.float32, CPU, ALL)
     before = torch.random.get_rng_state()
     limits = crossover(16, 8, 4, torch.float32, CPU)
     assert torch.equal(torch.random.get_rng_state(), before)

@@ -23,7 +23,13 @@ from megatron_dynmo.flags.bucket_schedule import BucketSchedule
 HASH = ("--dynmo-sparse-attention", "hash")
 ARGS = Namespace(
     **dict(num_layers=4, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=4),
-    **dict(kv_channels=64, num_query_groups=None, num_experts=None, swiglu=False),
+    **dict(
+        kv_channels=64,
+        num_query_groups=1,
+        group_query_attention=False,
+        num_experts=None,
+        swiglu=False,
+    ),
     **dict(seq_length=2048, transformer_impl="local", iteration=0, seed=1234),
 )
 
@@ -76,7 +82,8 @@ def test_flags_that_do_not_fit_together():
     [
         *[("context_parallel_size", 2), ("attention_dropout", 0.1), ("window_size", (128, 0))],
         *[("softmax_type", "learnable"), ("reset_attention_mask", True), ("sft", True)],
-        *[("qk_clip", True), ("cuda_graph_impl", "local")],
+        *[("sequence_packing_scheduler", "dp_balanced"), ("qk_clip", True)],
+        *[("dataloader_inter_document_masking", True), ("cuda_graph_impl", "local")],
     ],
 )
 def test_features_that_are_refused(feature, value):

@@ -5,7 +5,12 @@ import itertools
 import pytest
 import torch
 
-from megatron_dynmo.dynamics.pruning.sparse_linear import Pattern, Products, sparse_linear
+from megatron_dynmo.dynamics.pruning.sparse_linear import (
+    Pattern,
+    Products,
+    SequenceParts,
+    sparse_linear,
+)
 
 WAYS = [Products(*way) for way in itertools.product([False, True], repeat=3)]
 
@@ -57,3 +62,23 @@ def test_only_wanted_gradients_are_computed():
     result = sparse_linear(inputs.requires_grad_(), values, pattern, Products(True, True, True))
     result.sum().backward()
     assert inputs.grad is not None and values.grad is None
+
+
+@pytest.mark.parametrize("products", WAYS)
+def test_of_a_divided_sequence_only_the_own_part_is_kept(products):
+    """Two ranks that hold the same: gathering doubles, and the sum of both halves comes back."""
+    inputs, weight, kept, pattern = problem(torch.float64)
+    values = weight[kept].view(1, -1).requires_grad_()
+    part = inputs[:1].requires_grad_()
+    parts = SequenceParts(lambda x: torch.cat([x, x]), lambda g: g[:1] + g[1:])
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        result = sparse_linear(part, values, pattern, products, parts=parts)
+    assert max(len(t) for t in saved if t.dim() == 3) == 1
+    (result[:1] * 2 + result[1:]).sum().backward()
+    found = part.grad, values.grad
+
+    again, own = (t.detach().clone().requires_grad_() for t in (part, values))
+    whole = sparse_linear(torch.cat([again, again]), own, pattern, products)
+    (whole[:1] * 2 + whole[1:]).sum().backward()
+    torch.testing.assert_close(found, (again.grad, own.grad))

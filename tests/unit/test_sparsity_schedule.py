@@ -2,13 +2,13 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_dynmo.dynamics.pruning.schedule import CubicSchedule, fraction
+from megatron_dynmo.dynamics.pruning.schedule import CubicSchedule
 from megatron_dynmo.errors import ConfigError
 
 
 def test_last_step_reaches_the_final_sparsity_itself():
     # 3000..7000 of 10,000 every 1000: the schedule that ended at 88.6 % where 90 % was meant.
-    schedule = CubicSchedule(begin=3000, end=7000, every=1000, final=fraction("0.9"))
+    schedule = CubicSchedule(begin=3000, end=7000, every=1000, final=Fraction("0.9"))
     assert schedule.sparsity(7000) == schedule.sparsity(10_000) == Fraction(9, 10)
     assert float(schedule.sparsity(6000)) == pytest.approx(0.8859375)
     assert schedule.sparsity(2999) == 0
@@ -17,7 +17,7 @@ def test_last_step_reaches_the_final_sparsity_itself():
 
 def test_steps_grow_and_stay_between():
     schedule = CubicSchedule(
-        begin=3, end=20, every=4, final=fraction("0.5"), initial=Fraction(1, 8)
+        begin=3, end=20, every=4, final=Fraction("0.5"), initial=Fraction(1, 8)
     )
     values = [schedule.sparsity(iteration) for iteration in range(1, 30)]
     assert values == sorted(values)
@@ -33,7 +33,7 @@ def test_steps_grow_and_stay_between():
 
 
 def test_one_step_at_once():
-    schedule = CubicSchedule(begin=3, end=3, every=1, final=fraction("0.5"))
+    schedule = CubicSchedule(begin=3, end=3, every=1, final=Fraction("0.5"))
     assert (schedule.sparsity(2), schedule.sparsity(3)) == (0, Fraction(1, 2))
 
 

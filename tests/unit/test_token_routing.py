@@ -14,13 +14,21 @@ from megatron_dynmo.dynamics.mixture_of_depths.token_routing import (
     LocalTokens,
     choose_above,
     choose_top,
+    mixed,
     num_slots,
     pick_pairs,
     pick_positions,
-    run_chosen,
 )
 
 S, B, H = 12, 3, 8
+
+
+def run_chosen(block, hidden, chosen, weigh=None):
+    """Run a block [k, b, h] -> [k, b, h] on the chosen tokens of hidden [s, b, h]."""
+    here = LocalTokens(chosen)
+    before = here.take(hidden)
+    after = here.collect(block(here.spread(before)))
+    return here.put(hidden, mixed(before, after, None if weigh is None else weigh(before)))
 
 
 def hidden_states(dtype=torch.float32):

@@ -59,12 +59,47 @@ def test_a_matrix_is_compressed_when_half_of_it_is_left():
 def test_without_sparse_tensor_cores_products_stay_dense(monkeypatch):
     assert not two_of_four.is_supported(64, 64, torch.bfloat16, CPU)
     assert two_of_four.measure(64, 64, 8, 2, torch.bfloat16, CPU) == CompressedForward()
-    with pytest.raises(ConfigError, match=r"no 2:4 products of torch\.bfloat16 on cpu"):
-        kernels.Kernels("2:4", "sparse", SHAPES, 8).calibrate(torch.bfloat16, CPU)
+    demanded = kernels.Kernels("2:4", "sparse", SHAPES, 8)
+    with pytest.raises(ConfigError, match=r"you ask for 2:4 products.* torch\.bfloat16 on cpu"):
+        demanded.begin(torch.bfloat16, CPU, has_pruned=False)
+    measured = kernels.Kernels("2:4", "auto", SHAPES, 8)
+    measured.restore({name: [0.6] for name in kernels.MATRICES})
+    with pytest.raises(ConfigError, match=r"the checkpoint runs 2:4.*--dynmo-prune-compute dense"):
+        measured.begin(torch.bfloat16, CPU, has_pruned=True)
+    demanded = kernels.Kernels("any", "sparse", SHAPES, 8)
+    with pytest.raises(ConfigError, match=r"you ask for sparse products.* torch\.bfloat16"):
+        demanded.begin(torch.bfloat16, CPU, has_pruned=False)
+    demanded.begin(torch.float32, CPU, has_pruned=False)
     with pytest.raises(RuntimeError, match=r"2:4 products of torch\.float32 are not exact"):
         compress(torch.ones(64, 64))
     assert kernels.Kernels("2:4", "dense", SHAPES, 8).of(0) == CompressedForward()
     assert kernels.Kernels("2:4", "sparse", SHAPES, 8).of(0) == ALWAYS
+
+
+def test_what_a_flag_demands_promises_no_time_but_less_work():
+    demanded = kernels.Kernels("any", "sparse", SHAPES, 8)
+    assert demanded.times(0, 0.1) == (1.0, 1.0, 1.0) and demanded.work(0, 0.1) == (0.1, 0.1, 0.1)
+    demanded = kernels.Kernels("2:4", "sparse", SHAPES, 8)
+    assert demanded.times(0, 0.5) == (1.0, 1.0, 1.0) and demanded.work(0, 0.5) == (0.5, 1.0, 1.0)
+    measured = kernels.Kernels("2:4", "auto", SHAPES, 8)
+    measured.restore({name: [0.6] for name in kernels.MATRICES})
+    assert measured.times(0, 0.5) == (0.6, 1.0, 1.0)
+
+
+def test_a_long_micro_batch_is_measured_in_parts(monkeypatch):
+    class Counting:
+        def t(self):
+            return self
+
+        def __rmatmul__(self, x):
+            multiplied.append(len(x))
+            return x
+
+    multiplied = []
+    monkeypatch.setattr(two_of_four, "compress", lambda weight: Counting())
+    monkeypatch.setattr(two_of_four, "time_ratio", lambda run, device: run(True) is None or 0.5)
+    found = two_of_four.measure(8, 8, 2500, 2, torch.bfloat16, CPU)
+    assert found == CompressedForward(0.5) and multiplied == [1024] * 6
 
 
 def test_rows_must_be_whole_groups():

@@ -154,6 +154,14 @@ def test_state_goes_through_a_checkpoint_and_nothing_damaged_does():
         again.restore({**dynamic.state(), "embedding": False})
 
 
+def test_references_need_experts_that_are_as_tensor_parallel_as_the_rest():
+    config = DynMoConfig(freeze="egeria", mode="observe")
+    args = {**ARGS, "num_experts": 4, "tensor_model_parallel_size": 2}
+    assert Freezing.refusals(config, Namespace(**args)) == []
+    (found,) = Freezing.refusals(config, Namespace(**args, expert_tensor_parallel_size=1))
+    assert "--expert-tensor-parallel-size 1" in found
+
+
 @pytest.mark.parametrize(
     ("args", "why"),
     [

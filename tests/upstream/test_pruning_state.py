@@ -50,6 +50,7 @@ def test_amounts_are_exact_down_to_one_weight():
         ("neuron", {"groups": 3}, {}, "40 neurons do not divide into 3"),
         ("neuron", {"groups": 4}, {"tensor_model_parallel_size": 8}, "no multiple of the tensor"),
         ("neuron", {"multiple": 16}, {}, "multiple of 16"),
+        ("magnitude", {"pattern": "2:4", "final": 0.5}, {"hidden_size": 6}, "no whole groups of 4"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_the_numbers(kind, settings, args, message):
@@ -88,7 +89,11 @@ def test_a_saved_state_is_taken_up_and_a_strange_one_refused():
     halved["left"][1] = [[n // 2 for n in matrix] for matrix in halved["left"][1]]
     magnitude.restore(halved)
     assert magnitude.counters()["sparsity"] == pytest.approx(1 / 6)
-    assert magnitude.factors(2).backward == pytest.approx((896 / 2 + 256) / 1152)
+    assert magnitude.work(2).backward == pytest.approx((896 / 2 + 256) / 1152)
+    assert magnitude.factors(2) == (1.0, 1.0), "nobody has measured what a flag demands"
+    with pytest.raises(ConfigError, match="pruned with --dynmo-prune-pattern any: go on with it"):
+        two_of_four = config("magnitude", pattern="2:4", final=0.5)
+        Pruning(two_of_four, arguments()).restore(halved)
     with pytest.raises(ConfigError, match="resume with --tensor-model-parallel-size 1"):
         Pruning(config("magnitude"), arguments(tensor_model_parallel_size=2)).restore(halved)
 

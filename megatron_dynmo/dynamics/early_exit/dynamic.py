@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,9 +78,9 @@ class EarlyExit(Dynamic):
     def _is_last(self, layer_number: int) -> bool:
         return layer_number == self._num_layers
 
-    def begin(self, run: Any) -> None:
-        """Open the side channel between the run's stages."""
-        self._channel.attach(run.stage.chunks)
+    def attach(self, chunks: Sequence[Any]) -> None:
+        """Open the side channel between the stages."""
+        self._channel.attach(chunks)
 
     def shape(self, layer: Any) -> None:
         """Give a layer after which tokens may leave its head."""

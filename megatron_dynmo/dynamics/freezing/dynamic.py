@@ -78,6 +78,18 @@ class Freezing(Dynamic):
                 "the fused Adam of TransformerEngine or Apex counts for all parameters together; "
                 "use --dynmo-freeze-thaw-ratio 0, or a schedule that only ever freezes more"
             )
+        expert_tp = getattr(args, "expert_tensor_parallel_size", None)
+        if (
+            config.freeze == "egeria"
+            and args.num_experts
+            and expert_tp not in (None, args.tensor_model_parallel_size)
+        ):
+            found.append(
+                f"--expert-tensor-parallel-size {expert_tp}: the reference of a layer is saved by "
+                "tensor- and expert-parallel rank, which only tells ranks apart where experts have "
+                f"the tensor-parallel size of the rest, {args.tensor_model_parallel_size}; leave "
+                "it out or use --dynmo-freeze autofreeze"
+            )
         if args.recompute_granularity == "full" and (args.fp8 or args.fp4):
             found.append(
                 "TransformerEngine's checkpoint of whole layers needs an input with a gradient, "

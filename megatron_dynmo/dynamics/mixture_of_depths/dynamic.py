@@ -25,6 +25,7 @@ from megatron_dynmo.dynamics.mixture_of_depths.routed_layer import (
     Outcome,
     Rules,
     run_routed,
+    token_multiple,
 )
 from megatron_dynmo.dynamics.mixture_of_depths.token_routing import num_slots
 from megatron_dynmo.dynamics.protocol import Dynamic, LayerFactors, Step
@@ -83,6 +84,17 @@ _IS_REFUSED: tuple[tuple[str, Callable[[Namespace], Any], str], ...] = (
         "--sft",
         lambda args: getattr(args, "sft", False),
         "packed sequences have no sample of which tokens could be chosen; leave it out",
+    ),
+    (
+        "--sequence-packing-scheduler",
+        lambda args: getattr(args, "sequence_packing_scheduler", None),
+        "packed sequences have no sample of which tokens could be chosen; leave it out",
+    ),
+    (
+        "--dataloader-inter-document-masking",
+        lambda args: getattr(args, "dataloader_inter_document_masking", False),
+        "documents of one sequence are masked by their borders, which move when tokens pass by; "
+        "leave it out",
     ),
     (
         "--hybrid-layer-pattern",
@@ -237,7 +249,10 @@ class MixtureOfDepths(Dynamic):
 
     @property
     def _multiple(self) -> int:
-        return self.args.tensor_model_parallel_size if self.args.sequence_parallel else 1
+        parts = self.args.tensor_model_parallel_size if self.args.sequence_parallel else 1
+        return token_multiple(
+            parts, getattr(self.args, "fp8", None) or getattr(self.args, "fp4", None)
+        )
 
 
 class _Tally:

@@ -71,6 +71,16 @@ class Outcome:
     loss: torch.Tensor | None = None
 
 
+def token_multiple(parts: int, is_eight_bit: object) -> int:
+    """What the number of chosen tokens of a sequence must be a multiple of.
+
+    Args:
+        parts: tensor-parallel ranks that share them.
+        is_eight_bit: FP8 or FP4, if any.
+    """
+    return parts * (_EIGHT_BIT_MULTIPLE if is_eight_bit else 1)
+
+
 def run_routed(
     layer: Any, inner: Callable[..., Any], rules: Rules, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Outcome]:
@@ -134,9 +144,9 @@ class _SequenceParts:
         self.hidden = hidden
         self.length = hidden.shape[0]
         self.start = self._group.rank() * self.length if self._is_divided else 0
-        self.multiple = self._group.size() if self._is_divided else 1
-        if layer.config.fp8 or layer.config.fp4:
-            self.multiple *= _EIGHT_BIT_MULTIPLE
+        self.multiple = token_multiple(
+            self._group.size() if self._is_divided else 1, layer.config.fp8 or layer.config.fp4
+        )
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits [s, b] of the whole sequence, bit for bit the same on all ranks.

@@ -10,7 +10,6 @@ the sequence, the router's weight on the path of the gradient).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -185,29 +184,6 @@ def mixed(before: torch.Tensor, after: torch.Tensor, weight: torch.Tensor | None
     if weight is None:
         return after
     return torch.lerp(before, after, weight.to(after.dtype).unsqueeze(-1))
-
-
-def run_chosen(
-    block: Callable[[torch.Tensor], torch.Tensor],
-    hidden: torch.Tensor,
-    chosen: Chosen,
-    weigh: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Run a block on the chosen tokens of a sequence that is whole on this rank.
-
-    Args:
-        block: [k, b, h] -> [k, b, h], causal if `chosen` has slots without a token.
-        hidden: [s, b, h].
-        chosen: Which tokens.
-        weigh: [n, h] -> [n], the weight of each token, from what it was before the block.
-
-    Returns:
-        [s, b, h], new memory.
-    """
-    here = LocalTokens(chosen)
-    before = here.take(hidden)
-    after = here.collect(block(here.spread(before)))
-    return here.put(hidden, mixed(before, after, None if weigh is None else weigh(before)))
 
 
 def pick_positions(table: torch.Tensor, chosen: Chosen) -> torch.Tensor:

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    _gather_along_first_dim,
+    _reduce_scatter_along_first_dim,
+)
 
 from megatron_dynmo.dynamics.pruning.replacement import Replacement, like
 from megatron_dynmo.dynamics.pruning.sparse_linear import (
     Pattern,
     Products,
+    SequenceParts,
     compress,
     sparse_linear,
 )
@@ -75,6 +78,23 @@ class CompactWeight:
             self._dynmo_dense = None
         return self._dynmo_pattern[1]
 
+    @property
+    def dynmo_bytes_beside(self) -> int:
+        """Bytes that computing with the weight keeps on this rank beside parameter and buffer."""
+        rows, columns = self.dynmo_shape
+        products, number = self.dynmo_products, self.weight_index.itemsize
+        whole = rows * columns * self.weight_values.itemsize
+        kept = 0
+        if not (products.forward and products.input_grad):
+            kept += whole
+        if products.compressed:
+            kept += whole * 9 // 16
+        if products.forward or products.weight_grad:  # row starts and columns
+            kept += number * (rows + 1 + len(self.weight_index))
+        if products.input_grad:  # the same of the transposed matrix, and an order
+            kept += number * (columns + 1 + 2 * len(self.weight_index))
+        return kept
+
     def _filled(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The dense matrix for the products that need it and its compressed form, for each age."""
         pattern, products = self.dynmo_pattern, self.dynmo_products
@@ -104,12 +124,16 @@ class CompactWeight:
         Collective:
             The tensor-parallel group where Megatron's product has one too.
         """
+        parts = None
         if sequence_parallel:
-            input = gather_from_sequence_parallel_region(input, group=tp_group)
+            parts = SequenceParts(
+                partial(_gather_along_first_dim, group=tp_group),
+                partial(_reduce_scatter_along_first_dim, group=tp_group),
+            )
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         output = sparse_linear(
-            input, weight, self.dynmo_pattern, self.dynmo_products, *self._filled()
+            input, weight, self.dynmo_pattern, self.dynmo_products, *self._filled(), parts
         )
         return output if bias is None else output + bias
 

@@ -60,6 +60,10 @@ class Pruning(Dynamic):
             refused += _head_refusals(config, args)
         return refused
 
+    def begin(self, run: Any) -> None:
+        """See `Dynamic.begin`."""
+        self._method.begin(run)
+
     def shape(self, layer: Any) -> None:
         """See `Dynamic.shape`."""
         self._method.shape(layer)
@@ -109,6 +113,10 @@ class Pruning(Dynamic):
     def factors(self, layer_number: int) -> LayerFactors:
         """See `Dynamic.factors`."""
         return self._method.factors(layer_number)
+
+    def work(self, layer_number: int) -> LayerFactors:
+        """See `Dynamic.work`."""
+        return self._method.work(layer_number)
 
     def counters(self) -> Mapping[str, float]:
         """Sparsity of the model and of each layer."""

@@ -15,6 +15,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron_dynmo.dynamics.pruning import product_calibration, two_of_four
 from megatron_dynmo.dynamics.pruning.layer_sizes import MATRICES
 from megatron_dynmo.dynamics.pruning.product_calibration import Crossover, crossover
+from megatron_dynmo.dynamics.pruning.sparse_linear import Products
 from megatron_dynmo.dynamics.pruning.two_of_four import CompressedForward
 from megatron_dynmo.errors import ConfigError
 
@@ -58,6 +59,42 @@ class Kernels:
             return self._fixed
         return self._type() if self._measured is None else self._measured[at]
 
+    def times(self, at: int, density: float) -> tuple[float, float, float]:
+        """Expected time of each product of a matrix over that of the dense one.
+
+        Where a flag decides, nobody has measured any, so none is promised.
+        """
+        return (1.0, 1.0, 1.0) if self._fixed is not None else self.of(at).times(density)
+
+    def work(self, at: int, density: float) -> tuple[float, float, float]:
+        """Multiplications of each product over those of the dense one."""
+        products = self.of(at).products(density)
+        is_less = (
+            products.forward or products.compressed,
+            products.input_grad,
+            products.weight_grad,
+        )
+        forward, input_grad, weight_grad = (density if less else 1.0 for less in is_less)
+        return forward, input_grad, weight_grad
+
+    def begin(self, dtype: torch.dtype, device: torch.device, *, has_pruned: bool) -> None:
+        """Refuse what cannot run here; measure for what was pruned without a measurement.
+
+        Args:
+            dtype: of the weights.
+            device: where they are.
+            has_pruned: whether weights are gone already, as in a resumed run.
+
+        Raises:
+            ConfigError: torch has no kernels of what the flags or the checkpoint ask for.
+
+        Collective:
+            All ranks of the world.
+        """
+        self._require(dtype, device)
+        if has_pruned:
+            self.calibrate(dtype, device)
+
     def calibrate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Measure on rank 0, unless that was done or is not asked for.
 
@@ -65,13 +102,9 @@ class Kernels:
             dtype: of the weights.
             device: where they are.
 
-        Raises:
-            ConfigError: Sparse kernels are demanded, and torch has none here.
-
         Collective:
             All ranks of the world.
         """
-        self._require(dtype, device)
         if self._fixed is not None or self._measured is not None:
             return
         width = len(self._type._fields)
@@ -96,18 +129,25 @@ class Kernels:
         return CompressedForward if self._is_2_4 else Crossover
 
     def _require(self, dtype: torch.dtype, device: torch.device) -> None:
-        if self._fixed == _SPARSE:
-            is_there, kind = product_calibration.is_supported(dtype, device), "sparse"
-        elif self._fixed == two_of_four.ALWAYS:
-            is_there = all(two_of_four.is_supported(*s, dtype, device) for s in self._shapes)
-            kind = "2:4"
-        else:
-            return
-        if not is_there:
+        for at, shape in enumerate(self._shapes):
+            wanted = self.of(at).products(0.0)
+            if self._is_there(wanted, shape, dtype, device):
+                continue
+            kind = "2:4" if self._is_2_4 else "sparse"
+            source = "the checkpoint runs" if self._fixed is None else "you ask for"
+            remedy = "dense" if self._fixed is None else "auto or dense"
             raise ConfigError(
-                f"torch has no {kind} products of {dtype} on {device.type} for these matrices; use "
-                "--dynmo-prune-compute auto or dense"
+                f"{source} {kind} products, of which torch has none for {dtype} on {device.type} "
+                f"and matrices as {MATRICES[at]}; use --dynmo-prune-compute {remedy}"
             )
+
+    @staticmethod
+    def _is_there(
+        wanted: Products, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> bool:
+        if wanted.compressed:
+            return two_of_four.is_supported(*shape, dtype, device)
+        return product_calibration.is_supported(dtype, device, wanted)
 
     def state(self) -> dict[str, list[float]] | None:
         """What was measured, as JSON can hold it."""

@@ -17,7 +17,6 @@ class LayerSizes:
     """A dense layer with self-attention and MLP, over all tensor-parallel ranks.
 
     Attributes:
-        num_layers: layers of the model.
         hidden: width of the residual stream.
         heads: attention heads.
         groups: query groups; as many as heads without GQA.
@@ -27,7 +26,6 @@ class LayerSizes:
         seq_length: tokens that attend to one another.
     """
 
-    num_layers: int
     hidden: int
     heads: int
     groups: int
@@ -41,7 +39,6 @@ class LayerSizes:
         """Read Megatron's arguments, validated."""
         heads = args.num_attention_heads
         return cls(
-            num_layers=args.num_layers,
             hidden=args.hidden_size,
             heads=heads,
             groups=cls.groups_of(args),

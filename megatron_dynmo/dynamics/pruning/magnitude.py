@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -75,6 +75,19 @@ class MagnitudePruning:
         """See `PruningMethod.weights_changed`."""
         self._age.count += 1
 
+    def begin(self, run: Any) -> None:
+        """See `PruningMethod.begin`."""
+        self._kernels.begin(
+            run.stage.config.params_dtype, run.topology.device, has_pruned=self._has_pruned
+        )
+        if self._has_pruned:
+            for number, layer in run.stage.layers().items():
+                for at, linear in enumerate(_linears(layer)):
+                    self._set_products(number - 1, at, linear)
+
+    def _set_products(self, layer: int, at: int, linear: Any) -> None:
+        linear.dynmo_products = self._kernels.of(at).products(self._density(layer, at))
+
     def due(self, share: Fraction) -> int:
         """Weights to go; see `PruningMethod.due`."""
         return max(math.floor(share * self._total) - (self._total - int(self._left.sum())), 0)
@@ -101,7 +114,7 @@ class MagnitudePruning:
             # Also where nothing goes now: all matrices have one form from here on.
             if selected.any() or not is_compact(held[place]):
                 replaced.append(remove_weights(held[place], selected, self._age))
-            held[place].dynmo_products = self._kernels.of(place[1]).products(self._density(*place))
+            self._set_products(*place, held[place])
         return replaced
 
     def _select(
@@ -123,7 +136,8 @@ class MagnitudePruning:
         # Tensor- and pipeline-parallel ranks hold each weight once; data-parallel replicas, equal
         # bit by bit, find the same.
         find = partial(smallest, num_indices=self._total, dtype=dtype, device=device)
-        most = self._left.sum(-1) - self._fewest
+        # A run that was resumed with a lower final share may have less of a matrix already.
+        most = (self._left.sum(-1) - self._fewest).clamp(min=0)
         emptied: dict[_Place, int] = {}
         while True:
             others = {place: piece for place, piece in pieces.items() if place not in emptied}
@@ -230,7 +244,7 @@ class MagnitudePruning:
         number = layer.layer_number - 1
         for at, linear in enumerate(_linears(layer)):
             make_compact(linear, int(self._left[number, at, linear.tp_group.rank()]), self._age)
-            linear.dynmo_products = self._kernels.of(at).products(self._density(number, at))
+            self._set_products(number, at, linear)
 
     def _density(self, layer: int, at: int) -> float:
         """Share of a matrix that is left, over all tensor-parallel ranks."""
@@ -238,8 +252,17 @@ class MagnitudePruning:
 
     def factors(self, layer_number: int) -> LayerFactors:
         """See `Dynamic.factors`; a product that stays dense takes as long as before."""
+        return self._of_layer(self._kernels.times, layer_number)
+
+    def work(self, layer_number: int) -> LayerFactors:
+        """See `Dynamic.work`."""
+        return self._of_layer(self._kernels.work, layer_number)
+
+    def _of_layer(
+        self, of_matrix: Callable[[int, float], tuple[float, float, float]], layer_number: int
+    ) -> LayerFactors:
         times = [
-            self._kernels.of(at).times(self._density(layer_number - 1, at))
+            of_matrix(at, self._density(layer_number - 1, at))
             if self._has_pruned
             else (1.0, 1.0, 1.0)
             for at in range(len(MATRICES))

@@ -21,6 +21,16 @@ class PruningMethod(Protocol):
 
     num_layers: int
 
+    def begin(self, run: Any) -> None:
+        """Meet the model, built and loaded; see `Dynamic.begin`.
+
+        Raises:
+            ConfigError: What the flags or the checkpoint ask for cannot be computed here.
+
+        Collective:
+            All ranks of the world.
+        """
+
     def weights_changed(self) -> None:
         """Take note that the values of parameters may be others than before."""
 
@@ -46,6 +56,9 @@ class PruningMethod(Protocol):
 
     def factors(self, layer_number: int) -> LayerFactors:
         """See `Dynamic.factors`."""
+
+    def work(self, layer_number: int) -> LayerFactors:
+        """See `Dynamic.work`."""
 
     def sparsity(self, layer_number: int) -> float:
         """Share of a layer that is gone."""

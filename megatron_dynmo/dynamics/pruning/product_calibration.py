@@ -52,12 +52,14 @@ class Crossover(NamedTuple):
         return forward, input_grad, weight_grad
 
 
-def is_supported(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch has sparse kernels of all three products."""
+def is_supported(dtype: torch.dtype, device: torch.device, products: Products) -> bool:
+    """Whether torch has the sparse kernels of some products; of none it has."""
     pattern = Pattern(torch.arange(4, dtype=torch.int32, device=device), 2, 2)
     try:
-        for run in _runs(pattern, torch.ones(4, dtype=dtype, device=device), 2):
-            run(True)
+        runs = _runs(pattern, torch.ones(4, dtype=dtype, device=device), 2)
+        for run, is_wanted in zip(runs, products[: len(runs)], strict=True):
+            if is_wanted:
+                run(True)
     except REFUSED_BY_TORCH:
         return False
     return True

@@ -65,12 +65,3 @@ class CubicSchedule:
         taken = (iteration - self.begin) // self.every * self.every
         rest = 1 - Fraction(taken, self.end - self.begin)
         return self.final + (self.initial - self.final) * rest**3
-
-
-def fraction(text: str) -> Fraction:
-    """Read a decimal such as `0.9` without rounding.
-
-    Raises:
-        ValueError: It is no number.
-    """
-    return Fraction(text)

@@ -3,13 +3,14 @@
 Tier: torch. The vector is the parameter: gradient, master copy and moments shrink with it, and a
 removed weight cannot come back, because there is none. Each of the three products of a training
 step runs on sparse kernels or on a dense matrix filled from the vector, whichever is faster there;
-`calibration` measures which.
+`product_calibration` measures which.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,18 @@ class Products(NamedTuple):
     input_grad: bool = False
     weight_grad: bool = False
     compressed: bool = False
+
+
+class SequenceParts(NamedTuple):
+    """How a sequence that lies in parts on ranks is brought together; the parts are what is kept.
+
+    Attributes:
+        gather: [n / ranks, ...] of each rank -> [n, ...]; a collective of those ranks.
+        scatter_sum: [n, ...] of each -> the rank's part of their sum; the same.
+    """
+
+    gather: Callable[[torch.Tensor], torch.Tensor]
+    scatter_sum: Callable[[torch.Tensor], torch.Tensor]
 
 
 class Pattern:
@@ -87,6 +100,7 @@ def sparse_linear(
     products: Products,
     dense: torch.Tensor | None = None,
     compressed: torch.Tensor | None = None,
+    parts: SequenceParts | None = None,
 ) -> torch.Tensor:
     """Compute x W^T for a weight kept as its non-zeros; differentiable in both.
 
@@ -98,9 +112,14 @@ def sparse_linear(
         dense: the matrix `[rows, columns]` with these values for the products that run dense; must
             stay as it is until the backward is done. Without it one is made when it is needed.
         compressed: what `compress` made of it, likewise.
+        parts: with sequence parallelism the inputs are this rank's part of x; the whole is gathered
+            again in the backward instead of being kept.
 
     Returns:
         `[..., rows]`, a new contiguous tensor.
+
+    Collective:
+        With `parts`, forward and backward: the ranks that share the sequence.
     """
     if dense is None and not (products.forward and products.input_grad):
         dense = pattern.dense(values.detach())
@@ -108,7 +127,7 @@ def sparse_linear(
         assert dense is not None
         compressed = compress(dense)
     both = dense, compressed
-    result: torch.Tensor = _SparseLinear.apply(inputs, values, pattern, products, both)
+    result: torch.Tensor = _SparseLinear.apply(inputs, values, pattern, products, both, parts)
     return result
 
 
@@ -193,10 +212,13 @@ class _SparseLinear(torch.autograd.Function):
         pattern: Pattern,
         products: Products,
         matrices: tuple[torch.Tensor | None, torch.Tensor | None],
+        parts: SequenceParts | None,
     ) -> torch.Tensor:
         dense, compressed = matrices
         ctx.save_for_backward(inputs, values)
-        ctx.pattern, ctx.products, ctx.dense = pattern, products, dense
+        ctx.pattern, ctx.products, ctx.dense, ctx.parts = pattern, products, dense, parts
+        if parts is not None:
+            inputs = parts.gather(inputs)
         x = inputs.reshape(-1, inputs.shape[-1])
         whole = compressed if products.compressed else dense
         y = forward_product(x, values.view(-1), pattern, None if products.forward else whole)
@@ -205,7 +227,7 @@ class _SparseLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         inputs, values = ctx.saved_tensors
-        pattern, products = ctx.pattern, ctx.products
+        pattern, products, parts = ctx.pattern, ctx.products, ctx.parts
         dy = grads[0].reshape(-1, grads[0].shape[-1])
         by_columns = dy
         if products.input_grad or products.weight_grad:
@@ -213,13 +235,18 @@ class _SparseLinear(torch.autograd.Function):
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dense, own = (None, by_columns) if products.input_grad else (ctx.dense, dy)
-            dx = input_gradient(own, values.view(-1), pattern, dense).view(inputs.shape)
+            dx = input_gradient(own, values.view(-1), pattern, dense)
+            dx = dx.view(*grads[0].shape[:-1], -1)
+            if parts is not None:
+                dx = parts.scatter_sum(dx)
         if ctx.needs_input_grad[1]:
+            if parts is not None:
+                inputs = parts.gather(inputs)
             x = inputs.reshape(-1, inputs.shape[-1])
             own = by_columns if products.weight_grad else dy
             dw = weight_gradient(own, x, values.view(-1), pattern, products.weight_grad)
             dw = dw.view(values.shape)
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
 
 
 def _starts(lines: torch.Tensor, num_lines: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ Tier: torch.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -77,13 +78,14 @@ def measure(
     Args:
         rows: outputs on one tensor-parallel rank.
         columns: inputs there.
-        num_tokens: tokens of a micro-batch; longer ones are measured on a part.
+        num_tokens: tokens of a micro-batch; longer ones are measured in parts.
         passes: micro-batches of an iteration, which share one compressed matrix.
         dtype: of the weights.
         device: where to measure.
     """
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(min(num_tokens, MAX_TOKENS), columns, generator=generator)
+    passes *= math.ceil(num_tokens / MAX_TOKENS)
     weight = torch.randn(rows, columns, generator=generator)
     weight.view(-1, GROUP)[:, KEPT:] = 0
     x, weight = (tensor.to(device=device, dtype=dtype) for tensor in (x, weight))

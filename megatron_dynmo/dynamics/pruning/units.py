@@ -98,6 +98,9 @@ class UnitPruning:
     def _wanted(self, share: Fraction) -> int:
         return math.floor(share * self.num_layers * self._grid.slices)
 
+    def begin(self, run: Any) -> None:
+        """See `PruningMethod.begin`; smaller matrices need no other kernels."""
+
     def weights_changed(self) -> None:
         """Nothing is derived from weights here."""
 
@@ -179,6 +182,10 @@ class UnitPruning:
         core = left if self._kind.name == "head" else 1.0
         factor = self._sizes.time_factor(shares, core)
         return LayerFactors(factor, factor)
+
+    def work(self, layer_number: int) -> LayerFactors:
+        """See `Dynamic.work`."""
+        return self.factors(layer_number)
 
     def sparsity(self, layer_number: int) -> float:
         """See `PruningMethod.sparsity`."""

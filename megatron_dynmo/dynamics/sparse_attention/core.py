@@ -96,7 +96,11 @@ class SparseCore:
                 **options,
             )
             return dense
-        assert packed_seq_params is None and attention_bias is None, "refused at the start"
+        if packed_seq_params is not None or attention_bias is not None:
+            raise ConfigError(
+                "--dynmo-sparse-attention: the layer was called with packed sequences or a bias of "
+                "attention, which buckets do not keep; leave out what asks for them"
+            )
         assert query.shape[0] == key.shape[0], "training only: no keys of a cache"
         length, batch, heads, _ = query.shape
         groups = key.shape[2]

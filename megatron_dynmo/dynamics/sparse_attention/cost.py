@@ -44,7 +44,8 @@ def relative_times(density: float, args: Namespace) -> tuple[float, float]:
 def core_share(args: Any) -> float:
     """Part of a layer's FLOPs that scores and their products with values are in the dense layer."""
     queries = args.kv_channels * args.num_attention_heads
-    groups = args.num_query_groups or args.num_attention_heads
+    # Megatron's default is one group, which means nothing without GQA.
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     keys = args.kv_channels * groups
     seen = args.seq_length if args.transformer_impl == "local" else (args.seq_length + 1) / 2
     core = 2 * seen * queries

@@ -42,6 +42,12 @@ _FEATURES: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
         "--sequence-packing-scheduler",
         "packed sequences have borders that sorting by bucket does not keep",
     ),
+    (
+        "dataloader_inter_document_masking",
+        (),
+        "--dataloader-inter-document-masking",
+        "the mask of documents is not read: a token would attend across their borders",
+    ),
     ("qk_clip", (), "--qk-clip", "it needs the largest of all scores, most of which do not exist"),
     (
         "log_max_attention_logit",
