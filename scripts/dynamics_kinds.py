@@ -230,15 +230,14 @@ KINDS: tuple[Kind, ...] = (
             "--lr 2e-3 --lr-warmup-iters 10 --ffn-hidden-size 1024 --seq-length 128 "
             "--max-position-embeddings 128 --global-batch-size 8"
         ),
-        # Four stages, twice: a stage of three layers is too coarse for these differences.
         emulated_model=words(
             "--hidden-size 64 --ffn-hidden-size 512 --num-attention-heads 8 --seq-length 128 "
             "--max-position-embeddings 128 --lr-warmup-iters 10 --pipeline-model-parallel-size 4 "
             "--global-batch-size 16"
         ),
         real_note=TRAINED_UNEVENLY,
-        emulated_note=f"{TRAINED_UNEVENLY} Four stages of six layers and two replicas: on eight "
-        "stages of three, whole layers allow 1.04 settled.",
+        emulated_note=f"{TRAINED_UNEVENLY} Four stages of six layers and two replicas; eight "
+        "stages of three allowed as little, 1.04 settled.",
     ),
     Kind(
         "sparse attention",

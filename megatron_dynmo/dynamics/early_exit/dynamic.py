@@ -219,6 +219,8 @@ class EarlyExit(Dynamic):
 
     def after_step(self, step: Step) -> Mapping[str, Any] | None:
         """Add up the survivors of all ranks and announce costs when they have changed."""
+        threshold = self._threshold
+        self._now = step.iteration + 1  # an evaluation may follow, as it would after a resume
         self._tally.merge(step.run.topology.device)
         survivors = self._tally.survivors()
         self._mean = [(old + new) / 2 for old, new in zip(self._mean, survivors, strict=True)]
@@ -228,7 +230,7 @@ class EarlyExit(Dynamic):
         self._announced = [round(mean, 4) for mean in self._mean]
         return {
             "exited_fraction": [round(1 - survivor, 4) for survivor in survivors],
-            "threshold": self._threshold,
+            "threshold": threshold,
         }
 
     def factors(self, layer_number: int) -> LayerFactors:

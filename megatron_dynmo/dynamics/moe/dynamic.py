@@ -36,7 +36,7 @@ class ExpertLoad(Dynamic):
         super().__init__(config, args)
         self._skew = SkewSpec.parse(config.moe_skew) if config.moe_skew else None
         self._layers = [n for n in range(1, args.num_layers + 1) if is_moe_layer(args, n)]
-        self._iteration = 1
+        self._next: int | None = None
         self._biases: dict[int, torch.Tensor] = {}
         # Tokens of each expert in this iteration, by layer_number, of this rank's tokens.
         self._counts: dict[int, torch.Tensor] = {}
@@ -70,16 +70,27 @@ class ExpertLoad(Dynamic):
         if self._skew is not None:
             router.gating = partial(self._biased, layer.layer_number, router, router.gating)
 
+    @property
+    def _iteration(self) -> int:
+        """Whose skew it is: of the iteration that runs, and in an evaluation of the next one."""
+        if self._next is None:  # evaluation of a checkpoint, before or without any training
+            return int(getattr(self.args, "iteration", 0) or 0) + 1
+        return self._next
+
+    def _skew_as_in(self, iteration: int) -> None:
+        self._next = iteration
+        self._biases.clear()
+
     def begin_iteration(self, iteration: int) -> None:
         """Start to count, and expect what the last iteration has shown."""
-        self._iteration = iteration
-        self._biases.clear()
+        self._skew_as_in(iteration)
         self._counts.clear()
         # Not announced when found: the times of that iteration have it in them already.
         self._factors = {number: self._factor(number) for number in self._loads}
 
     def after_step(self, step: Step) -> Mapping[str, Any] | None:
         """Merge the counts; report them where they differ from what was reported last."""
+        self._skew_as_in(step.iteration + 1)
         experts = self.args.num_experts
         counts = torch.zeros(
             len(self._layers), experts, dtype=torch.float64, device=step.run.device
