@@ -51,7 +51,7 @@ def parse_forced_moves(text: str) -> tuple[ForcedMove, ...]:
     moves: list[ForcedMove] = []
     for piece in pieces(text):
         iteration, colon, layout = piece.partition(":")
-        if not colon or not iteration.strip().isdigit() or not layout.strip():
+        if not colon or not iteration.strip().isdecimal() or not layout.strip():
             raise ConfigError(
                 f"--dynmo-force-layout: '{piece}' is not ITER:LAYOUT, for example '3:Et*5|t*3L'"
             )

@@ -19,6 +19,7 @@ from megatron_dynmo.layout import LayerLayout
 from megatron_dynmo.migrator import MigrationReport
 from megatron_dynmo.profile_report import ProfileReport
 from megatron_dynmo.telemetry import events
+from megatron_dynmo.telemetry.dynamics_line import dynamics_line
 from megatron_dynmo.telemetry.live import live_line
 from megatron_dynmo.telemetry.scalars import MigrationTotals, ScalarWriter, profile_scalars
 from megatron_dynmo.trigger import Decision
@@ -230,8 +231,16 @@ class Reporter:
         )
 
     def dynamics(self, iteration: int, kind: str, what: Mapping[str, Any]) -> None:
-        """Write what a dynamic changed."""
+        """Write and say what a dynamic changed."""
         self._log.write(iteration, events.dynamics_event(kind, **what))
+        if kind != "moe":  # a measurement, new in almost every iteration
+            self.say(dynamics_line(iteration, kind, what))
+
+    def resumed(self, iteration: int, values: Mapping[str, float]) -> None:
+        """Say in which state a run goes on, by the numbers of its dynamics that are of no layer."""
+        state = {name: value for name, value in values.items() if "layer_" not in name}
+        if state:
+            self.say(dynamics_line(iteration, "resumed with", state))
 
     def counters(self, iteration: int, values: Mapping[str, float]) -> None:
         """Write numbers of the dynamics, once a logging interval."""

@@ -79,9 +79,12 @@ class Session:
         self.reporter.say(
             f" dynmo {config.mode} | {run.num_layers} layers on {topology.pp_size} stages"
             f" x {topology.virtual_stages} | layout {self.layout}"
+            + (f" | {', '.join(config.dynamics).replace('_', ' ')}" if config.dynamics else "")
             + (f" | events in {config.log_dir}" if config.log_dir else "")
             + f" | rank {topology.world_size - 1} speaks"
         )
+        if run.first_iteration:
+            self.reporter.resumed(run.first_iteration, run.counters())
         self.elasticity: Elasticity | None = None
         if topology.pp_size > 1 and (config.pack != "off" or config.packs):
             self.elasticity = Elasticity(config, run, self, form_groups, self._decider.memory_limit)

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 MEMORY = "dynmo_memory"
 # The same: the state of all dynamics, as JSON text; only runs with dynamics have one.
 DYNAMICS = "dynmo_dynamics"
+# The same: whether the layers in it are stored one by one, because a dynamic made them unlike.
+LAYERS_APART = "dynmo_layers_apart"
 # Kinds that change nothing of a step: a run may go on without them.
 WATCHING = frozenset({"moe"})
 
@@ -64,6 +66,8 @@ def restore_dynamics(args: Namespace, saved: Namespace | None, kinds: Sequence[s
     """
     text = getattr(saved, DYNAMICS, None)
     if not isinstance(text, str) or args.finetune:
+        if getattr(saved, LAYERS_APART, False):
+            _take_weights_alone(args, str(text))
         return
     if kinds:
         setattr(args, DYNAMICS, text)  # the rest is checked where it is taken up
@@ -73,10 +77,27 @@ def restore_dynamics(args: Namespace, saved: Namespace | None, kinds: Sequence[s
     except (ValueError, TypeError):
         names = ["dynamics"]
     if names:
+        weights = "" if "pruning" in names else ", or take only the weights with --finetune"
         raise ConfigError(
             f"the checkpoint in {args.load} was saved with {' and '.join(names)} in use; give the "
-            "same flags again, or take only the weights with --finetune"
+            f"same flags again{weights}"
         )
+
+
+def _take_weights_alone(args: Namespace, text: str) -> None:
+    """Have the weights of a checkpoint read in the form in which dynamics had them saved.
+
+    Raises:
+        ConfigError: They fit no model but a pruned one.
+    """
+    if '"pruning"' in text:
+        raise ConfigError(
+            f"--finetune: the checkpoint in {args.load} holds pruned layers, whose weights alone "
+            "fit no model; go on from it with the flags that it was saved with"
+        )
+    setattr(args, LAYERS_APART, True)
+    # Megatron's own name for it; its configuration is made of the arguments.
+    args.hetereogenous_dist_checkpoint = True
 
 
 def restore_layout(args: Namespace, saved: Namespace | None) -> None:

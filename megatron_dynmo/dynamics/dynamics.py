@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
-from megatron_dynmo.adapters.checkpoint import DYNAMICS, WATCHING
+from megatron_dynmo.adapters.checkpoint import DYNAMICS, LAYERS_APART, WATCHING
 from megatron_dynmo.config import DynMoConfig
 from megatron_dynmo.dynamics.protocol import Dynamic, LayerFactors, Step
 from megatron_dynmo.errors import ConfigError
@@ -122,7 +122,13 @@ class Dynamics:
 
     def tell_checkpoints(self, config: Any) -> None:
         """Have a block of layers saved layer by layer if a dynamic makes them unlike."""
-        config.hetereogenous_dist_checkpoint = any(kind.has_unlike_layers for kind in self._kinds)
+        config.hetereogenous_dist_checkpoint = self._has_unlike_layers or getattr(
+            self._args, LAYERS_APART, False
+        )
+
+    @property
+    def _has_unlike_layers(self) -> bool:
+        return any(kind.has_unlike_layers for kind in self._kinds)
 
     def forward(self, layer: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer through all dynamics, the first kind outermost."""
@@ -213,6 +219,7 @@ class Dynamics:
         """Put the state where checkpoints take it from."""
         states = {kind.kind: kind.state() for kind in self._kinds}
         setattr(self._args, DYNAMICS, orjson.dumps(states).decode())
+        setattr(self._args, LAYERS_APART, self._has_unlike_layers)
 
     def restore(self) -> None:
         """Take the state over that lies in the arguments: a checkpoint's, or that of the run.
@@ -232,8 +239,8 @@ class Dynamics:
             ) from error
         for missing in sorted(states.keys() - {kind.kind for kind in self._kinds} - WATCHING):
             raise ConfigError(
-                f"the checkpoint was saved with {missing} in use; give the same flags again, or "
-                "take only the weights with --finetune"
+                f"the checkpoint was saved with {missing} in use; give the same flags again"
+                + ("" if missing == "pruning" else ", or take only the weights with --finetune")
             )
         for kind in self._kinds:
             if kind.kind in states:

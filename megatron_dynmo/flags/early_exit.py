@@ -112,12 +112,14 @@ class EarlyExitFlags(FlagGroup):
         "the vocabulary, or more, the next token itself",
         type=count,
         metavar="N",
+        only_with=("confidence",),
     )
     early_exit_loss_weight: float = flag(
         0.1,
         "weight of each exit head's loss",
         type=_weight,
         metavar="X",
+        only_with=("confidence",),
     )
 
     def is_on(self) -> bool:

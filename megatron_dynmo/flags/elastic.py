@@ -46,7 +46,7 @@ def parse_forced_packs(text: str) -> tuple[ForcedPack, ...]:
     packs: list[ForcedPack] = []
     for piece in pieces(text):
         iteration, colon, stages = (word.strip() for word in piece.partition(":"))
-        if not colon or not iteration.isdigit() or not stages.isdigit():
+        if not colon or not iteration.isdecimal() or not stages.isdecimal():
             raise ConfigError(
                 f"--dynmo-force-pack: '{piece}' is not ITER:STAGES, for example '10:2'"
             )

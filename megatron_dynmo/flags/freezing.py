@@ -23,7 +23,7 @@ def parse_freeze_schedule(text: str) -> tuple[tuple[int, int], ...]:
     found: list[tuple[int, int]] = []
     for piece in pieces(text):
         iteration, colon, last = (part.strip() for part in piece.partition(":"))
-        if not colon or not iteration.isdigit() or not last.isdigit() or int(iteration) < 1:
+        if not colon or not iteration.isdecimal() or not last.isdecimal() or int(iteration) < 1:
             raise ConfigError(
                 f"--dynmo-freeze-schedule: '{piece}' is not ITER:LAST_LAYER, for example '100:4': "
                 "layers 1 to 4 are frozen after iteration 100"

@@ -51,7 +51,7 @@ class CapacitySchedule:
         if step[0] < 1 or not 0 < step[1] <= 1:
             raise ConfigError(
                 f"--dynmo-mod-capacity: '{piece}' is neither a share above 0 and up to 1, as "
-                "'0.125', nor ITER:SHARE, as '500:0.125'"
+                "'0.125', nor ITER:SHARE, as '500:0.125'; iterations count from 1"
             )
         return step
 

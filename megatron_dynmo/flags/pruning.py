@@ -54,18 +54,21 @@ class PruningFlags(FlagGroup):
         "runs with tensor-parallel sizes that divide it prune the same (default: that size)",
         type=auto_or_count,
         metavar="N",
+        only_with=("neuron", "head"),
     )
     prune_multiple: int = flag(
         1,
         "neuron and head: what is left in a block is a multiple of this; 64 suits tensor cores",
         type=count,
         metavar="N",
+        only_with=("neuron", "head"),
     )
     prune_pattern: str = flag(
         "any",
         "magnitude: which weights may go; 2:4 leaves two of every four in a row, the pattern of "
         "sparse tensor cores, and needs --dynmo-prune-final 0.5",
         choices=["any", "2:4"],
+        only_with=("magnitude",),
     )
     prune_compute: str = flag(
         "auto",
@@ -73,6 +76,7 @@ class PruningFlags(FlagGroup):
         "machine finds them faster (auto), never (dense) or always (sparse); the last two make two "
         "runs comparable bit for bit",
         choices=["auto", "dense", "sparse"],
+        only_with=("magnitude",),
     )
 
     def is_on(self) -> bool:

@@ -63,6 +63,10 @@ def _joined(original: Callable[..., Any]) -> Callable[..., Any]:
             from megatron_dynmo.adapters.model import chunks_of
 
             active.dynamics.attach(chunks_of(model))
+            logger.warning(
+                "evaluated only, under the state of the dynamics in the checkpoint: nothing is "
+                "measured, and no events are written"
+            )
         return model, optimizer, scheduler
 
     return setup_model_and_optimizer

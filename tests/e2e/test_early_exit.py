@@ -9,7 +9,8 @@ from tests.e2e.moving import train_ours
 from tests.ranks import run_ranks
 
 FIRST_EXIT = 2
-FLAGS = ("--dynmo-early-exit-min-layer", str(FIRST_EXIT), "--dynmo-early-exit-classes", "32")
+FLAGS = ("--dynmo-early-exit-min-layer", str(FIRST_EXIT))
+CLASSES = ("--dynmo-early-exit-classes", "32")
 # The vocabulary is padded to a multiple of 128 for each rank, unless it is told to be as large.
 TP = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "64")
 
@@ -53,7 +54,7 @@ def limits(step, model, optimizer):
 @pytest.mark.parametrize("kind", ["confidence", "saturation"])
 def test_threshold_0_is_the_shallow_model_and_infinity_the_whole_one(kind):
     (found,) = run_ranks(
-        *(train_ours, 1, limits, None, *FLAGS),
+        *(train_ours, 1, limits, None, *FLAGS, *(CLASSES if kind == "confidence" else ())),
         *("--dynmo-early-exit", kind, "--train-iters", "2", "--clip-grad", "1.0"),
     )
     for watched in found["watched"]:
@@ -137,7 +138,7 @@ def heads(step, model, optimizer):
 def test_heads_learn_the_same_with_tensor_parallelism(parallel):
     # Plain SGD: with Adam a gradient that is a multiple of the right one would not show.
     flags = (
-        *("--dynmo-early-exit", "confidence", "--dynmo-early-exit-loss-weight", "1"),
+        *("--dynmo-early-exit", "confidence", "--dynmo-early-exit-loss-weight", "1", *CLASSES),
         *("--dynmo-early-exit-threshold", "2", "--use-cpu-initialization"),
         *("--optimizer", "sgd", "--lr", "0.5", "--train-iters", "3", "--micro-batch-size", "2"),
     )

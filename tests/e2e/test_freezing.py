@@ -19,7 +19,7 @@ def schedule(text):
 def train(folder, *flags, ranks=2, watch=None, fault=None):
     """Six iterations; losses, gradient norms and digests are in the trace, the rest in results."""
     results = run_ranks(
-        *(train_ours, ranks, watch, fault, *flags, "--train-iters", "6", "--clip-grad", "1.0"),
+        *(train_ours, ranks, watch, fault, "--train-iters", "6", "--clip-grad", "1.0", *flags),
         *("--dynmo-log-dir", str(folder), "--dynmo-digest-interval", "1"),
         timeout_s=240,
     )
@@ -179,3 +179,17 @@ def test_a_layer_of_the_front_takes_less_than_forty_percent_of_its_time(tmp_path
     # No gradient, no moments and, without a graph, no activations: what is left are the weights.
     assert after[1]["memory_bytes"] < 0.35 * before[1]["memory_bytes"]
     assert after[2]["memory_bytes"] > 0.9 * before[2]["memory_bytes"]
+
+
+@pytest.mark.matrix
+def test_weights_alone_are_taken_from_a_checkpoint_of_a_frozen_run(tmp_path):
+    saved, fine = (("--save", str(tmp_path / name), "--save-interval", "6") for name in "ab")
+    whole, _ = train(tmp_path / "whole", *PP2, *schedule("2:1;4:3"), *saved)
+    weights = ("--load", str(tmp_path / "a"), "--finetune")
+    trace, _ = train(tmp_path / "fine", *PP2, UNTIED, *weights, *fine)
+    # Trained on from where the other one ended, on the data that it began with.
+    losses = [float.fromhex(run.losses[1]) for run in (whole, trace)]
+    assert losses[1] < losses[0] and sorted(trace.losses) == [1, 2, 3, 4, 5, 6]
+    more = ("--train-iters", "8", "--lr-decay-iters", "8", "--override-opt_param-scheduler")
+    resumed, _ = train(tmp_path / "more", *PP2, UNTIED, "--load", str(tmp_path / "b"), *more)
+    assert sorted(resumed.losses) == [7, 8]

@@ -226,6 +226,9 @@ def test_the_settings_cannot_change_under_way():
             "interval and --dynmo-freeze-keep: no effect without --dynmo-freeze;",
         ),
         ({"prune_final": 0.5}, "--dynmo-prune-final: no effect without --dynmo-prune;"),
+        ({"prune": "magnitude", "prune_multiple": 7}, "no effect with --dynmo-prune magnitude"),
+        ({"prune": "neuron", "prune_compute": "sparse"}, "only with magnitude"),
+        ({"early_exit": "saturation", "early_exit_classes": 7}, "only with confidence"),
         ({"sparse_attention_rounds": 2}, "no effect without --dynmo-sparse-attention;"),
     ],
 )

@@ -77,6 +77,11 @@ def test_flags_that_do_not_fit_together():
         dynamic("--dynmo-sparse-attention-buckets", "0:4@9")
 
 
+def test_more_buckets_than_tokens_are_refused_before_memory_is_asked_for():
+    with pytest.raises(ConfigError, match="999999999 buckets of a sequence of 2048 tokens"):
+        dynamic("--dynmo-sparse-attention-buckets", "0:4;9:999999999")
+
+
 @pytest.mark.parametrize(
     ("feature", "value"),
     [

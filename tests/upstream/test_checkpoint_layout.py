@@ -102,6 +102,14 @@ def test_a_run_without_dynamics_does_not_go_on_where_one_with_them_stopped():
     restore_dynamics(args, saved, ("sparse_attention",))
     assert args.dynmo_dynamics == saved.dynmo_dynamics
     restore_dynamics(resuming(finetune=True), saved, ())
+    apart = Namespace(dynmo_dynamics='{"freezing":null}', dynmo_layers_apart=True)
+    restore_dynamics(args := resuming(finetune=True), apart, ())
+    assert args.hetereogenous_dist_checkpoint, "read as it was saved, layer by layer"
+    apart.dynmo_dynamics = '{"pruning":null}'
+    with pytest.raises(ConfigError, match="holds pruned layers, whose weights alone"):
+        restore_dynamics(resuming(finetune=True), apart, ())
+    with pytest.raises(ConfigError, match=r"give the same flags again$"):
+        restore_dynamics(resuming(), apart, ())
     restore_dynamics(resuming(), Namespace(dynmo_dynamics='{"moe":null}'), ())
     restore_dynamics(resuming(), None, ())
 

@@ -77,10 +77,21 @@ def test_autofreeze_compares_means_of_unclipped_norms_over_whole_intervals(monke
 
 @pytest.mark.parametrize(
     ("history", "is_settled"),
-    [([4.0, 2.0, 1.0], False), ([1.0, 1.1, 0.9], True), ([1.0, 1.0], False), ([0, 0, 0], True)],
+    [([4.0, 2.0, 1.0], False), ([1.0, 1.1, 0.9], True), ([1.0, 1.0], False), ([0, 0, 0], False)],
 )
 def test_egeria_waits_until_plasticity_is_level_over_the_window(history, is_settled):
     assert Egeria(DynMoConfig(freeze="egeria"), 4)._is_settled(history) == is_settled
+
+
+def test_what_an_evaluation_saw_can_be_plotted():
+    rule = Egeria(DynMoConfig(freeze="egeria"), 3)
+    rule._history = [[1.0], [2.0, 2.0, 2.0], [4.0, 2.0, 0.0]]
+    assert rule._numbers(1) == {
+        "plasticity/layer_2": 2.0, "slope/layer_2": 0.0, "plasticity/layer_3": 0.0
+    }  # fmt: skip
+    auto = AutoFreeze(DynMoConfig(freeze="autofreeze"), 3)
+    auto._ripe([1.0, 2.0, 4.0], [1.0, 1.0, 3.0], 1)
+    assert auto.seen == {"rate/layer_2": 0.5, "rate/layer_3": 0.25, "rate_limit": 0.25}
 
 
 def test_a_snapshot_lies_on_the_layer_as_saved_state_of_its_dtype():

@@ -195,3 +195,21 @@ def test_tokens_leave_an_evaluated_checkpoint_as_they_left_it_in_training():
     assert leaving._threshold == 0.9
     leaving.begin_iteration(1)
     assert leaving._threshold == 0.5
+
+
+def test_exit_heads_of_other_settings_are_refused_by_their_flags():
+    from megatron_dynmo.dynamics.early_exit.dynamic import EarlyExit
+
+    sizes = {"hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 2, "kv_channels": 4}
+    more = {"group_query_attention": False, "num_query_groups": None, "seq_length": 8}
+    args = Namespace(**{**ARGS, "num_experts": None}, **sizes, **more, swiglu=False, iteration=0)
+    args.transformer_impl = "local"
+    saved = EarlyExit(DynMoConfig(early_exit="confidence", early_exit_classes=32), args).state()
+    EarlyExit(DynMoConfig(early_exit="confidence", early_exit_classes=32), args).restore(saved)
+    for other in ({"early_exit_classes": 64}, {"early_exit_classes": 32, "early_exit_every": 2}):
+        with pytest.raises(ConfigError, match="confidence --dynmo-early-exit-classes 32"):
+            EarlyExit(DynMoConfig(early_exit="confidence", **other), args).restore(saved)
+    with pytest.raises(ConfigError, match="this run's of saturation;"):
+        EarlyExit(DynMoConfig(early_exit="saturation"), args).restore(saved)
+    del saved["heads"]  # of a checkpoint from before they were noted
+    EarlyExit(DynMoConfig(early_exit="confidence"), args).restore(saved)

@@ -246,10 +246,29 @@ class EarlyExit(Dynamic):
 
     def state(self) -> Any:
         """See `Dynamic.state`."""
-        return {"announced": self._announced, "mean": self._mean}
+        return {"announced": self._announced, "mean": self._mean, "heads": self._heads}
+
+    @property
+    def _heads(self) -> dict[str, int] | None:
+        """What the layers' heads depend on."""
+        if not self._has_heads:
+            return None
+        config = self.config
+        return {
+            "classes": config.early_exit_classes,
+            "min-layer": self._first,
+            "every": config.early_exit_every,
+        }
 
     def take_up(self, state: Any) -> None:
         """See `Dynamic.take_up`."""
+        if (heads := state.get("heads", self._heads)) != self._heads:
+            names = {"confidence": heads} if heads else {"saturation": None}
+            raise ConfigError(
+                f"the checkpoint's exit heads are those of --dynmo-early-exit {_text(names)}, this "
+                f"run's of {_text({self.config.early_exit: self._heads})}; give the flags that it "
+                "was saved with"
+            )
         announced, mean = ([float(x) for x in state[name]] for name in ("announced", "mean"))
         if not len(announced) == len(mean) == self._num_layers:
             raise ConfigError(
@@ -257,6 +276,13 @@ class EarlyExit(Dynamic):
                 f"has {self._num_layers}; give the same --num-layers"
             )
         self._announced, self._mean = announced, mean
+
+
+def _text(heads: Mapping[Any, dict[str, int] | None]) -> str:
+    """The kind and the settings of its heads, as flags are written."""
+    ((kind, settings),) = heads.items()
+    words = [f"--dynmo-early-exit-{name} {value}" for name, value in (settings or {}).items()]
+    return " ".join([str(kind), *words])
 
 
 DYNAMIC = EarlyExit

@@ -232,6 +232,7 @@ class Freezing(Dynamic):
         return {
             "frozen_layers": float(self._num_frozen),
             "released_bytes": float(self._released_bytes),
+            **self._rule.seen,
         }
 
     def state(self) -> Any:

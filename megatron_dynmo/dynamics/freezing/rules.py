@@ -26,11 +26,15 @@ class Rule:
     Args:
         config: the settings.
         num_layers: decoder layers of the model.
+
+    Attributes:
+        seen: numbers of the last evaluation, by name, for TensorBoard; the same on all ranks.
     """
 
     def __init__(self, config: DynMoConfig, num_layers: int) -> None:
         self.config = config
         self.num_layers = num_layers
+        self.seen: dict[str, float] = {}
 
     def decide(self, step: Step, num_frozen: int) -> int:
         """How many layers are to be frozen from now on.
@@ -117,6 +121,9 @@ class AutoFreeze(Rule):
         if not rates:
             return num_frozen
         limit = float(np.quantile(rates, self.config.freeze_percentile, method="lower"))
+        numbered = enumerate(rates, num_frozen + 1)
+        self.seen = {f"rate/layer_{number}": rate for number, rate in numbered}
+        self.seen["rate_limit"] = limit
         last = self.num_layers - self.config.freeze_keep
         while num_frozen < last and rates and rates.pop(0) < limit:
             num_frozen += 1
@@ -176,6 +183,7 @@ class Egeria(Rule):
             for history, value in zip(self._history, self._plasticity(step), strict=True):
                 history.append(value)
                 del history[: -self.config.freeze_window]
+            self.seen = self._numbers(num_frozen)
         with step.run.stage.settled():
             for number, layer in step.run.stage.layers().items():
                 if number > num_frozen:
@@ -208,16 +216,34 @@ class Egeria(Rule):
             for distance, size in zip(distances, sizes, strict=True)
         ]
 
+    def _numbers(self, num_frozen: int) -> dict[str, float]:
+        """Plasticity of the trained layers and, over a full window, what its slope is over it."""
+        found = {}
+        for number, history in enumerate(self._history[num_frozen:], num_frozen + 1):
+            found[f"plasticity/layer_{number}"] = history[-1]
+            if (slope := self._slope_over_mean(history)) is not None:
+                found[f"slope/layer_{number}"] = slope
+        return found
+
     def _is_settled(self, history: Sequence[float]) -> bool:
         """Whether the last values lie on a line that is nearly level."""
-        if len(history) < self.config.freeze_window:
-            return False
+        slope = self._slope_over_mean(history)
+        return slope is not None and slope <= self.config.freeze_tolerance
+
+    def _slope_over_mean(self, history: Sequence[float]) -> float | None:
+        """How steep the line through the last values is, for their size; None before it is known.
+
+        Weights that have not moved at all say nothing: steps may have been skipped, or the learning
+        rate is still 0.
+        """
+        if len(history) < self.config.freeze_window or min(history) == 0:
+            return None
         mean = sum(history) / len(history)
         centre = (len(history) - 1) / 2
         slope = sum((x - centre) * (y - mean) for x, y in enumerate(history)) / sum(
             (x - centre) ** 2 for x in range(len(history))
         )
-        return abs(slope) <= self.config.freeze_tolerance * mean
+        return abs(slope) / mean
 
     def shape(self, layer: torch.nn.Module, is_frozen: bool) -> None:
         """A trained layer holds a snapshot, as soon as there are any."""

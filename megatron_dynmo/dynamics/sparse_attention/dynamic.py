@@ -40,6 +40,12 @@ class SparseAttention(Dynamic):
         self._schedule = config.bucket_schedule
         self._wish = config.sparse_attention_density
         self._num_layers = int(args.num_layers)
+        most = max(step.buckets for step in self._schedule.steps)
+        if most > args.seq_length:
+            raise ConfigError(
+                f"--dynmo-sparse-attention-buckets asks for {most} buckets of a sequence of "
+                f"{args.seq_length} tokens; give at most that, and sensibly a hundredth of it"
+            )
         if self._schedule.last_layer > self._num_layers:
             raise ConfigError(
                 f"--dynmo-sparse-attention-buckets names layer {self._schedule.last_layer}, but "
