@@ -3,6 +3,7 @@
 import argparse
 import importlib.metadata
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add = parser.add_argument
     add("--stages", metavar="P", type=int, help="pipeline size; default: that of the arguments")
+    add("--all", action="store_true", help="list the refused features that are not in use, too")
     add("--json", action="store_true", help="print one JSON object")
     add("megatron_args", metavar="MEGATRON_ARGS", nargs="*", help="behind --")
     parser.set_defaults(run=run, unknown_hint="Megatron's arguments go behind --")
@@ -67,14 +69,23 @@ def run(args: argparse.Namespace) -> int:
         from megatron_dynmo.adapters.examination import examine
 
         found = examine(args.megatron_args, args.stages)
-        problems = _patch_problems(DynMoConfig.from_argv(args.megatron_args), found.gpus)
+        config = DynMoConfig.from_argv(args.megatron_args)
+        problems = _patch_problems(config, found.gpus)
     can_move = not found.reasons and not problems
     console = Console(soft_wrap=args.json, markup=False, highlight=False)
     reasons = {feature.flag: feature.reason for feature in support.UNSUPPORTED}
     if args.json:
-        console.print_json(data=_document(found, problems, reasons, can_move), indent=None)
+        document = _document(found, problems, reasons, can_move)
+        document["dynamics"] = list(config.dynamics)
+        console.print_json(data=document, indent=None)
     else:
-        _show(console, found, problems, reasons, can_move)
+        for reason in (*found.reasons, *map(_patch_line, problems)):
+            console.print(f"cannot be moved: {reason}", style="red")
+        if can_move:
+            console.print("layers of this run can be moved", style="green")
+        _show_features(console, found.refused, reasons, is_all=args.all)
+        console.print(f"dynamics: {', '.join(config.dynamics) or 'none'}")
+        _show_rest(console, found, problems)
     return 0 if can_move else _CANNOT_BE_MOVED
 
 
@@ -124,25 +135,8 @@ def _document(
     }
 
 
-def _show(
-    console: Console,
-    found: "Examination",
-    problems: list[dict[str, Any]],
-    reasons: dict[str, str],
-    can_move: bool,
-) -> None:
-    for reason in (*found.reasons, *map(_patch_line, problems)):
-        console.print(f"cannot be moved: {reason}", style="red")
-    if can_move:
-        console.print("layers of this run can be moved", style="green")
-    table = Table(title="Features under which layers cannot be moved")
-    table.add_column("feature", no_wrap=True)
-    table.add_column("this run", no_wrap=True)
-    table.add_column("why it is refused", overflow="fold")
-    for flag, in_use in sorted(found.refused.items(), key=lambda item: not item[1]):
-        state, style = ("refused", "bold red") if in_use else ("not in use", "dim")
-        table.add_row(flag, state, reasons[flag], style=style)
-    console.print(table)
+def _show_rest(console: Console, found: "Examination", problems: list[dict[str, Any]]) -> None:
+    """Versions, patches, the layout, and what is of note."""
     installed = (f"{name} {version or 'not installed'}" for name, version in _versions().items())
     console.print(f"versions: {', '.join(installed)}")
     console.print(f"device: {_device(found)}")
@@ -151,6 +145,24 @@ def _show(
         console.print(f"layout at the start: {found.layout} (legal)")
     for note in found.notes:
         console.print(f"note: {note}")
+
+
+def _show_features(
+    console: Console, refused: Mapping[str, bool], reasons: Mapping[str, str], *, is_all: bool
+) -> None:
+    """Those in use, or all."""
+    table = Table(title="Features under which layers cannot be moved")
+    table.add_column("feature", no_wrap=True)
+    table.add_column("this run", no_wrap=True)
+    table.add_column("why it is refused", overflow="fold")
+    for flag, in_use in sorted(refused.items(), key=lambda item: not item[1]):
+        state, style = ("refused", "bold red") if in_use else ("not in use", "dim")
+        if in_use or is_all:
+            table.add_row(flag, state, reasons[flag], style=style)
+    if table.row_count:
+        console.print(table)
+    if (idle := len(refused) - sum(refused.values())) and not is_all:
+        console.print(f"not in use: {idle} features under which they cannot (--all names them)")
 
 
 def _patch_line(problem: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ def test_a_run_whose_layers_can_be_moved(doctor):
     assert [row["flag"] for row in answer["features"]] == [found.flag for found in UNSUPPORTED]
     assert not any(row["in_use"] for row in answer["features"])
     assert answer["versions"]["megatron-core"].startswith("0.19")
+    assert answer["dynamics"] == []
     assert {"torch", "transformer-engine", "apex"} <= answer["versions"].keys()
 
 
@@ -96,10 +97,13 @@ def test_a_person_reads_a_table(capsys):
     assert verdict.startswith("cannot be moved: --use-megatron-fsdp")
     refused, *_ = [line for line in rest if "--use-megatron-fsdp" in line]
     assert "refused" in refused
-    assert out.count("not in use") == len(UNSUPPORTED) - 1
+    assert f"not in use: {len(UNSUPPORTED) - 1} features" in out and "dynamics: none" in out
     assert "patches: fit" in out
-    assert main(["doctor", "--", *LINE]) == 0
-    assert "layers of this run can be moved" in capsys.readouterr().out
+    freezing = ("--dynmo-freeze", "schedule", "--dynmo-freeze-schedule", "4:2")
+    assert main(["doctor", "--all", "--", *LINE, *freezing]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("layers of this run can be moved") and "dynamics: freezing" in out
+    assert out.count("not in use") == len(UNSUPPORTED)
 
 
 @pytest.mark.parametrize(
