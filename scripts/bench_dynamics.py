@@ -97,12 +97,7 @@ def main() -> int:
                 write_results("dynamics", "real", COMMAND, merged(cells))
     for block in blocks:
         show(console, block, [cell for cell in cells if cell["kind"] == block])
-    wrong = [
-        cell
-        for cell in cells
-        if not (cell["loss_equal"] and cell["digests_equal"])
-        or not (cell["to_and_fro"] or {"loss_equal": True})["loss_equal"]
-    ]
+    wrong = [cell for cell in cells if not _is_equal(cell)]
     for cell in wrong:
         console.print(f"[red]{cell['kind']} {cell['dynamic']}: the runs differ[/red]")
     for name in failed:
@@ -385,6 +380,12 @@ def merged(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         (block, kind.name) for block in ("real", "emulated") for kind in kinds.KINDS
     ]  # others are of kinds that there are no more
     return [rows[key] for key in order if key in rows]
+
+
+def _is_equal(cell: dict[str, Any]) -> bool:
+    """Whether all runs of a row trained the same."""
+    turns = cell["to_and_fro"]
+    return cell["loss_equal"] and cell["digests_equal"] and (turns is None or turns["loss_equal"])
 
 
 def _ratio(over: Sequence[float], under: Sequence[float]) -> float:

@@ -67,7 +67,7 @@ def restore_dynamics(args: Namespace, saved: Namespace | None, kinds: Sequence[s
     text = getattr(saved, DYNAMICS, None)
     if not isinstance(text, str) or args.finetune:
         if getattr(saved, LAYERS_APART, False):
-            _take_weights_alone(args, str(text))
+            _take_weights_alone(args, text)
         return
     if kinds:
         setattr(args, DYNAMICS, text)  # the rest is checked where it is taken up
@@ -84,13 +84,17 @@ def restore_dynamics(args: Namespace, saved: Namespace | None, kinds: Sequence[s
         )
 
 
-def _take_weights_alone(args: Namespace, text: str) -> None:
+def _take_weights_alone(args: Namespace, text: str | None) -> None:
     """Have the weights of a checkpoint read in the form in which dynamics had them saved.
+
+    Args:
+        args: parsed; told the form.
+        text: state of the dynamics; None of a run that went on without them from such a checkpoint.
 
     Raises:
         ConfigError: They fit no model but a pruned one.
     """
-    if '"pruning"' in text:
+    if text is not None and "pruning" in orjson.loads(text):
         raise ConfigError(
             f"--finetune: the checkpoint in {args.load} holds pruned layers, whose weights alone "
             "fit no model; go on from it with the flags that it was saved with"

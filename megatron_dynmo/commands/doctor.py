@@ -75,9 +75,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console(soft_wrap=args.json, markup=False, highlight=False)
     reasons = {feature.flag: feature.reason for feature in support.UNSUPPORTED}
     if args.json:
-        document = _document(found, problems, reasons, can_move)
-        document["dynamics"] = list(config.dynamics)
-        console.print_json(data=document, indent=None)
+        document = _document(found, problems, reasons, config.dynamics)
+        console.print_json(data={"can_move": can_move, **document}, indent=None)
     else:
         for reason in (*found.reasons, *map(_patch_line, problems)):
             console.print(f"cannot be moved: {reason}", style="red")
@@ -116,15 +115,18 @@ def _device(found: "Examination") -> str:
 
 
 def _document(
-    found: "Examination", problems: list[dict[str, Any]], reasons: dict[str, str], can_move: bool
+    found: "Examination",
+    problems: list[dict[str, Any]],
+    reasons: dict[str, str],
+    dynamics: tuple[str, ...],
 ) -> dict[str, Any]:
     return {
-        "can_move": can_move,
         "reasons": [*found.reasons, *map(_patch_line, problems)],
         "features": [
             {"flag": flag, "in_use": in_use, "reason": reasons[flag]}
             for flag, in_use in found.refused.items()
         ],
+        "dynamics": list(dynamics),
         "num_layers": found.num_layers,
         "stages": found.stages,
         "layout": None if found.layout is None else found.layout.to_megatron(),
@@ -133,18 +135,6 @@ def _document(
         "device": _device(found),
         "notes": list(found.notes),
     }
-
-
-def _show_rest(console: Console, found: "Examination", problems: list[dict[str, Any]]) -> None:
-    """Versions, patches, the layout, and what is of note."""
-    installed = (f"{name} {version or 'not installed'}" for name, version in _versions().items())
-    console.print(f"versions: {', '.join(installed)}")
-    console.print(f"device: {_device(found)}")
-    console.print(f"patches: {len(problems)} problems" if problems else "patches: fit")
-    if found.layout is not None:
-        console.print(f"layout at the start: {found.layout} (legal)")
-    for note in found.notes:
-        console.print(f"note: {note}")
 
 
 def _show_features(
@@ -163,6 +153,18 @@ def _show_features(
         console.print(table)
     if (idle := len(refused) - sum(refused.values())) and not is_all:
         console.print(f"not in use: {idle} features under which they cannot (--all names them)")
+
+
+def _show_rest(console: Console, found: "Examination", problems: list[dict[str, Any]]) -> None:
+    """Versions, patches, the layout, and what is of note."""
+    installed = (f"{name} {version or 'not installed'}" for name, version in _versions().items())
+    console.print(f"versions: {', '.join(installed)}")
+    console.print(f"device: {_device(found)}")
+    console.print(f"patches: {len(problems)} problems" if problems else "patches: fit")
+    if found.layout is not None:
+        console.print(f"layout at the start: {found.layout} (legal)")
+    for note in found.notes:
+        console.print(f"note: {note}")
 
 
 def _patch_line(problem: dict[str, Any]) -> str:

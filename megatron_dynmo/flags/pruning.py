@@ -88,17 +88,12 @@ class PruningFlags(FlagGroup):
         if self.prune is not None:
             # Defaults fit whatever was given, so any length of the run finds the mistakes.
             self.pruning_schedule(10)
-        if self.prune_pattern == "2:4":
-            if self.prune not in (None, "magnitude"):
-                raise ConfigError(
-                    f"--dynmo-prune-pattern 2:4: --dynmo-prune {self.prune} removes whole rows and "
-                    "columns; use --dynmo-prune magnitude"
-                )
-            if Fraction(repr(self.prune_final)) != Fraction(1, 2):
-                raise ConfigError(
-                    "--dynmo-prune-pattern 2:4 leaves exactly half, but --dynmo-prune-final is "
-                    f"{self.prune_final:g}: give 0.5"
-                )
+        is_half = Fraction(repr(self.prune_final)) == Fraction(1, 2)
+        if self.prune == "magnitude" and self.prune_pattern == "2:4" and not is_half:
+            raise ConfigError(
+                "--dynmo-prune-pattern 2:4 leaves exactly half, but --dynmo-prune-final is "
+                f"{self.prune_final:g}: give 0.5"
+            )
 
     def pruning_schedule(self, train_iters: int) -> CubicSchedule:
         """When how much is pruned in a run.

@@ -214,13 +214,19 @@ def resume_lower(rank, world_size):
             stage=SimpleNamespace(layers=lambda: layers, config=layers[1].config),
         )
         left, state = [], None
-        for final, share in ((0.9, Fraction(1, 2)), (0.6, Fraction(6, 10))):
+        for final, share, compute in (
+            (0.9, Fraction(1, 2), "dense"),
+            (0.6, Fraction(6, 10), "auto"),
+        ):
             config = SimpleNamespace(
-                prune="magnitude", prune_final=final, prune_pattern="any", prune_compute="dense"
+                prune="magnitude", prune_final=final, prune_pattern="any", prune_compute=compute
             )
             method = MagnitudePruning(config, arguments(1, False))
             if state is not None:
                 method.restore(state)
+            method.begin(run)
+            # What was pruned without a measurement gets one before training goes on.
+            assert (method.state()["measured"] is not None) == (compute == "auto")
             method.prune(run, method.due(share))
             state = method.state()
             left.append(state["left"][0][1][0])

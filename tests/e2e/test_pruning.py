@@ -27,6 +27,7 @@ def watch(iteration, model, optimizer):
 
     stage = controller()._session._run.stage
     found = {}
+    held, _, _ = stage.static_bytes()
     for number, layer in stage.layers().items():
         buffers = dict(layer.named_buffers())
         rows = []
@@ -37,6 +38,10 @@ def watch(iteration, model, optimizer):
             kept = [param.main_grad, *(t for t in state.tensors.values() if t.dim())]
             size = sum(tensor.nbytes for tensor in kept)
             rows.append((name, param.numel(), places, int((param == 0).sum()), size))
+        compact = [m for m in layer.modules() if hasattr(m, "dynmo_shape")]
+        copies = sum(4 * m.dynmo_shape[0] * m.dynmo_shape[1] for m in compact)  # dense products
+        gradients = sum(param.main_grad.nbytes for param in layer.parameters())
+        assert held[number] == stage.parcel(number).num_bytes + gradients + copies
         found[number] = stage.parcel(number).num_bytes, rows
     return found
 

@@ -75,6 +75,7 @@ BAD = [
     ("memory_cap_gb", "-3", "positive number of GB, got -3"),
     ("digest_interval", "-1", "at least 0, got -1"),
     ("force_layout", "Et|tL", "is not ITER:LAYOUT"),
+    ("force_layout", "²:Et|tL", "is not ITER:LAYOUT"),
     ("force_layout", "x:Et|tL", "'x:Et|tL' is not ITER:LAYOUT"),
     ("force_layout", "3:", "is not ITER:LAYOUT"),
     ("force_layout", "3:Et|tL;3:E|ttL", "3 follows 3"),

@@ -18,6 +18,7 @@ def test_a_schedule_is_read_as_pairs():
         ("4", "'4' is not ITER:LAST_LAYER"),
         ("4:a", "not ITER:LAST_LAYER"),
         ("0:1", "not ITER:LAST_LAYER"),
+        ("²:1", "not ITER:LAST_LAYER"),
         ("4:1;4:2", "iterations must increase, but 4 follows 4"),
     ],
 )

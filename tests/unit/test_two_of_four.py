@@ -118,8 +118,12 @@ def test_what_was_measured_is_taken_up():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"prune": "neuron", "prune_final": 0.5}, "neuron removes whole rows"),
+        (
+            {"prune": "neuron", "prune_final": 0.5},
+            "no effect with --dynmo-prune neuron, only with magnitude",
+        ),
         ({"prune": "magnitude"}, "--dynmo-prune-final is 0.9: give 0.5"),
+        ({}, "no effect without --dynmo-prune"),
     ],
 )
 def test_settings_that_leave_no_two_of_four_are_refused(settings, said):

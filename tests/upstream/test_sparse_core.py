@@ -113,6 +113,12 @@ def test_equals_megatrons_attention_where_all_tokens_share_a_bucket(attention):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_packed_sequences_that_nothing_refused_before_are_named(attention):
+    attach(attention)
+    with pytest.raises(ConfigError, match="packed sequences or a bias of attention"):
+        attention.core_attention(*inputs(), None, packed_seq_params=object())
+
+
 def test_one_bucket_is_megatrons_attention_itself(attention):
     tensors = inputs()
     expected = outcome(attention.core_attention, tensors)

@@ -213,3 +213,17 @@ def test_exit_heads_of_other_settings_are_refused_by_their_flags():
         EarlyExit(DynMoConfig(early_exit="saturation"), args).restore(saved)
     del saved["heads"]  # of a checkpoint from before they were noted
     EarlyExit(DynMoConfig(early_exit="confidence"), args).restore(saved)
+
+
+def test_documents_within_a_sequence_are_refused_beside_mixture_of_depths():
+    from megatron_dynmo.dynamics.mixture_of_depths.dynamic import MixtureOfDepths
+    from megatron_dynmo.dynamics.mixture_of_depths.routed_layer import token_multiple
+
+    plain = {"context_parallel_size": 1, "multi_latent_attention": False, "num_layers": 4}
+    plain |= {"position_embedding_type": "learned_absolute"}
+    config = DynMoConfig(mod=True)
+    assert MixtureOfDepths.refusals(config, Namespace(**plain)) == []
+    for name in ("dataloader_inter_document_masking", "sequence_packing_scheduler"):
+        (found,) = MixtureOfDepths.refusals(config, Namespace(**plain, **{name: True}))
+        assert found.startswith("--" + name.replace("_", "-"))
+    assert token_multiple(2, None) == 2 and token_multiple(2, "hybrid") == 32
